@@ -15,8 +15,8 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import Grammar
 from tests.make_models import ensure_model
 
-# The parts of gpt-oss's own template on which answers depend. This template refuses and
-# omits the same messages.
+# The parts of gpt-oss's chat template that determine answers. Like the original, this
+# template refuses some messages and omits others.
 HARMONY_TEMPLATE = """
 {{- "<|start|>system<|message|>Reasoning: " + (reasoning_effort or "medium") + "<|end|>" }}
 {%- set has_system = messages[0].role in ["developer", "system"] %}
@@ -62,8 +62,10 @@ HARMONY_TEMPLATE = """
 """  # noqa: E501
 
 
-def _bytewise(folder: Path, special: Sequence[str], **config: Any) -> Tokenizer:
-    """One token per byte, and special ones."""
+def _make_byte_tokenizer(
+    folder: Path, special: Sequence[str], **config: Any
+) -> Tokenizer:
+    """Returns a tokenizer with one token per byte, and the given special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = tokenizers.Tokenizer(
         models.BPE({char: i for i, char in enumerate(alphabet)}, [])
@@ -78,32 +80,36 @@ def _bytewise(folder: Path, special: Sequence[str], **config: Any) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per byte, and <end>."""
+    """A tokenizer with one token per byte, and <end>."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     folder = tmp_path_factory.mktemp("tokenizer")
-    return _bytewise(folder, ["<end>"], eos_token="<end>", chat_template=template)
+    return _make_byte_tokenizer(
+        folder, ["<end>"], eos_token="<end>", chat_template=template
+    )
 
 
 @pytest.fixture(scope="session")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per byte, and gpt-oss's tags and template without tool descriptions."""
+    """A tokenizer with one token per byte, gpt-oss's tags and HARMONY_TEMPLATE."""
     folder = tmp_path_factory.mktemp("harmony")
     tags = "return constrain channel start end message call".split()
     names = [f"<|{tag}|>" for tag in tags]
     ends = {"eos_token_id": [256, 262]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
-    return _bytewise(folder, names, eos_token=names[0], chat_template=HARMONY_TEMPLATE)
+    return _make_byte_tokenizer(
+        folder, names, eos_token=names[0], chat_template=HARMONY_TEMPLATE
+    )
 
 
 @pytest.fixture(params=[0, 1])
 def depth(request: pytest.FixtureRequest) -> int:
-    """Whether a step may be under way while the next one is planned and launched."""
+    """Number of launched steps that may be unfinished when another step is launched."""
     return int(request.param)
 
 
 @contextmanager
 def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
-    """A compiler for the tiny model (512 logits) that has compiled these grammars."""
+    """Yields a compiler of the tiny model (512 logits) that has compiled `compiled`."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in compiled:
         compiler.compiled(grammar).exception()
@@ -119,7 +125,8 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 @pytest.fixture(scope="module")
 def small_blocks() -> Iterator[None]:
-    """Bounds other servers' blocks to 8 tokens: sequences in these tests are short."""
+    """Limits the assumed block size of other servers to 8 tokens, because the sequences
+    in these tests are short."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("core.tables", "worker.memory"):
             patch.setattr(f"engine.{module}.MAX_BLOCK_SIZE_TOKENS", 8)

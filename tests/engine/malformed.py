@@ -1,12 +1,14 @@
 """Malformed requests, and requests that two servers might parse differently.
 
-RFC 9110 and 9112 define them. A row has a request and its expected outcome. The outcome
-lists the statuses in order (`200|404`: the proxy has a page there), `-` after a status
-without a body, and `!` where the connection is closed then, perhaps after a timeout. A
-row also has the number of completions that a backend receives.
+RFC 9110 and 9112 define what is malformed. Each row has a request, the expected
+outcome, and the number of completions that a backend receives.
 
-`@@@@` becomes a name that is unique to the row. A row that smuggles a request would
-make a backend receive more of them.
+The outcome lists the statuses of the responses in order. `200|404` allows both, because
+only the proxy has a page at this path. `-` marks a response without a body. `!` at the
+end means that the connection is then closed, perhaps after a timeout.
+
+`@@@@` is replaced with a name that is unique to the row. If a row smuggled a request, a
+backend would receive more completions with this name.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,7 @@ H2C = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings
 LENGTH = b"Content-Length: %d" % len(BODY)
 
 
-MAYBE = -1  # at most once: the connection ends while it is being served
+MAYBE = -1  # one completion or none, because the connection ends during the request
 
 
 class Row(NamedTuple):
@@ -32,32 +34,32 @@ class Row(NamedTuple):
     num_completions: int = 0
 
 
-def lines(*parts: bytes) -> bytes:
+def join_lines(*parts: bytes) -> bytes:
     return b"\r\n".join([*parts, b"", b""])
 
 
 def post(
     *headers: bytes, body: bytes = BODY, line: bytes = b"POST %s HTTP/1.1" % TARGET
 ) -> bytes:
-    """A completion request with its framing in `headers`."""
-    return lines(line, HOST, *headers) + body
+    """Returns a completion request. `headers` must give the length of its body."""
+    return join_lines(line, HOST, *headers) + body
 
 
 def sized(*headers: bytes, line: bytes = b"POST %s HTTP/1.1" % TARGET) -> bytes:
-    """A well-formed request, except for these headers and this body."""
+    """Returns a completion request that is well-formed except for the arguments."""
     return post(LENGTH, *headers, line=line)
 
 
 def get(
     target: bytes = b"/health", *headers: bytes, version: bytes = b"HTTP/1.1"
 ) -> bytes:
-    return lines(b"GET %b %b" % (target, version), HOST, *headers)
+    return join_lines(b"GET %b %b" % (target, version), HOST, *headers)
 
 
 def chunked(
     *headers: bytes, size: bytes = b"%x" % len(BODY), end: bytes = b"0\r\n\r\n"
 ) -> bytes:
-    """A request with one chunk, and `size` as the size line of the chunk."""
+    """Returns a request with one chunk. `size` is the size line of the chunk."""
     return post(CHUNKED, *headers, body=size + b"\r\n" + BODY + b"\r\n" + end)
 
 
@@ -68,6 +70,7 @@ def each(
     num_requests: int,
     *values: bytes,
 ) -> list[Row]:
+    """Returns one row for each value, with the request `make(value)`."""
     return [
         Row(f"{name} {value!r}"[:80], make(value), expected, num_requests)
         for value in values
@@ -78,7 +81,7 @@ GOOD = sized()
 HEALTH = get()
 SIZE = b"%x" % len(BODY)
 IN_CHUNKS = SIZE + b"\r\n" + BODY + b"\r\n0\r\n\r\n"
-# The end of a chunked body, and a request for servers that see the end there.
+# Ends a chunked body. A server that reads the body as chunks sees a second request.
 HIDDEN = b"0\r\n\r\n" + GOOD
 _BIG = b"x" * 70_000
 
@@ -107,7 +110,7 @@ ROWS = [
         get(b"/health", b"Content-Length: %d" % len(GOOD)) + GOOD, "200"),
     Row("body on HEAD",
         HEALTH.replace(b"GET", b"HEAD")[:-2] + LENGTH + b"\r\n\r\n" + BODY, "200-"),
-    # Both lengths and codings.
+    # A length and a transfer coding in one request.
     Row("chunks", chunked(), "200", 1),
     Row("CL.TE", post(b"Content-Length: %d" % len(HIDDEN), CHUNKED, body=HIDDEN),
         "400!"),
@@ -168,15 +171,16 @@ ROWS = [
     Row("a request behind chunks", chunked() + GOOD, "200 200", 2),
     Row("behind chunks, one CRLF more", chunked() + b"\r\n" + GOOD, "200 200", 2),
     # Trailers.
-    *each("trailer", lambda line: chunked(end=lines(b"0", line)), "200", 1,
+    *each("trailer", lambda line: chunked(end=join_lines(b"0", line)), "200", 1,
         b"X: y", b"Host: y", b"X-Request-Id: trailer"),
-    *each("trailer", lambda line: chunked(end=lines(b"0", line)) + GOOD, "400!", 0,
+    *each("trailer", lambda line: chunked(end=join_lines(b"0", line)) + GOOD, "400!", 0,
         b"Content-Length: 50", CHUNKED),
     Row("trailer Connection", chunked(end=b"0\r\nConnection: close\r\n\r\n") + GOOD,
         "200!", 1),
-    *each("trailer", lambda line: chunked(end=lines(b"0", line)) + GOOD, "200 200", 2,
+    *each("trailer", lambda line: chunked(end=join_lines(b"0", line)) + GOOD,
+        "200 200", 2,
         b"Connection: upgrade\r\nUpgrade: h2c", b"Expect: 100-continue"),
-    *each("trailer", lambda line: chunked(end=lines(b"0", line)), "400!", 0,
+    *each("trailer", lambda line: chunked(end=join_lines(b"0", line)), "400!", 0,
         b"X: y\r\n z", b"X", b"X : y"),
     Row("trailer, bare LF", chunked(end=b"0\r\nX: y\n\r\n"), "400!"),
     Row("trailers of 2 MB",
@@ -186,7 +190,8 @@ ROWS = [
     # Lines and headers.
     *each("X: y", lambda rest: sized(b"X: y" + rest), "400!", 0,
         b"\r\n z", b"\r\n\tz", b"\r\n ", b"\rZ: z"),
-    Row("obs-fold of a Host", lines(b"GET /health HTTP/1.1", b"Host: x\r\n y"), "400!"),
+    Row("obs-fold of a Host", join_lines(b"GET /health HTTP/1.1", b"Host: x\r\n y"),
+        "400!"),
     Row("bare LF everywhere", HEALTH.replace(b"\r\n", b"\n"), "400!"),
     *each("behind the request line",
         lambda end: HEALTH.replace(b"HTTP/1.1\r\n", b"HTTP/1.1" + end), "400!", 0,
@@ -215,14 +220,14 @@ ROWS = [
     Row("100 headers", sized(*100 * (b"X: y",)), "200", 1),
     Row("20,000 headers", sized(*20_000 * (b"X: y",)), "400!"),
     # Hosts.
-    Row("no Host", lines(b"GET /health HTTP/1.1"), "400"),
+    Row("no Host", join_lines(b"GET /health HTTP/1.1"), "400"),
     *each("a Host and", lambda line: get(b"/health", line), "400", 0, b"Host: y", HOST,
         b"hOsT: y"),
     Row("two Hosts in 1.0", get(b"/health", HOST, version=b"HTTP/1.0"), "400!"),
-    *each("Host", lambda value: lines(b"GET /health HTTP/1.1", b"Host: " + value),
+    *each("Host", lambda value: join_lines(b"GET /health HTTP/1.1", b"Host: " + value),
         "400", 0, b"u@x", b"x/y", b"x y", b"x, y", b"http://x", b"x?", b"x#", b"x\\y",
         b"x:a", b"x\xff", b"<x>", b"[::1", b"x:80:80"),
-    *each("Host", lambda value: lines(b"GET /health HTTP/1.1", b"Host: " + value),
+    *each("Host", lambda value: join_lines(b"GET /health HTTP/1.1", b"Host: " + value),
         "200", 0, b"", b"x:80", b"[::1]:8000", b"X.Y", b"x:", b"1.2.3.4", b"a_b",
         b"%41"),
     Row("two Authorizations",
@@ -238,7 +243,7 @@ ROWS = [
     Row("asterisk form of OPTIONS", get(b"*").replace(b"GET", b"OPTIONS"), "400"),
     *each("method", lambda method: HEALTH.replace(b"GET", method), "405", 0,
         b"SOURCE", b"TRACE", b"DELETE", b"OPTIONS"),
-    *each("line", lambda line: lines(line, HOST), "400!", 0, b"GET HTTP/1.1",
+    *each("line", lambda line: join_lines(line, HOST), "400!", 0, b"GET HTTP/1.1",
         b"GET  HTTP/1.1"),
     *each("target", get, "400!", 0, b"/a b", b"/a\tb", b"/a\0b", b"/a\x01b", b"/a\x7fb",
         b"/\xc3\xbc", b"/a\x0bb", b"/a\rb", b"/a\nb", b"x:80", b"health"),
@@ -254,7 +259,7 @@ ROWS = [
         b"HTTP/0.9", b"HTTP/1.2", b"HTTP/2.0", b"HTTP/2", b"http/1.1", b"HTTP/1.10",
         b"HTTP/01.1", b"HTTP/1.", b"HTTP/1,1", b"HTTP/ 1.1", b"HTTP/1.1 ", b"HTTP/1.1x",
         b"HTTPS/1.1", b"ICE/1.0", b"HTTP/-1.1", b"HTTP/3.0", b"HTTP 1.1"),
-    # The parser does not report the protocol's name.
+    # The parser does not report the protocol's name, so RTSP is accepted.
     Row("version RTSP", get(version=b"RTSP/1.0"), "200!"),
     *each("HTTP/0.9", lambda end: b"GET /health" + end, "!", 0, b"\r\n", b"\n"),
     Row("HTTP/0.9 with headers", b"GET /health\r\nHost: x\r\n\r\n", "400!"),
@@ -266,9 +271,9 @@ ROWS = [
     Row("HTTP/1.0, no Host", b"GET /health HTTP/1.0\r\n\r\n", "200!"),
     Row("HTTP/1.0, no length", post(body=b"", line=b"POST %s HTTP/1.0" % TARGET),
         "400!"),
-    *each("before", lambda some: some + HEALTH, "200", 0, b"\r\n", 50 * b"\r\n", b"\n",
-        b"\r"),
-    *each("before", lambda some: some + HEALTH, "400!", 0, b" ", b"\t", b"\0",
+    *each("before", lambda start: start + HEALTH, "200", 0, b"\r\n", 50 * b"\r\n",
+        b"\n", b"\r"),
+    *each("before", lambda start: start + HEALTH, "400!", 0, b" ", b"\t", b"\0",
         b"\xef\xbb\xbf"),
     Row("two spaces", HEALTH.replace(b" ", b"  ", 1), "200"),
     Row("tabs for spaces", HEALTH.replace(b" ", b"\t", 2), "400!"),

@@ -34,7 +34,7 @@ KEYS = [
     {"name": "bob", "sha256": hashlib.sha256(BOB.encode()).hexdigest().upper()},
     {"name": "root", "key": ROOT, "admin": True},
 ]
-IN_OPTIONS = {
+KEY_OPTIONS = {
     "api_key": (SecretStr(ALICE), SecretStr(BOB)),
     "admin_key": (SecretStr(ROOT),),
 }
@@ -42,16 +42,17 @@ COMPLETE = "POST /v1/completions"
 SIDES = pytest.mark.parametrize("side", ["proxy", "server"])
 
 
-def written(path: Path, keys: list[dict[str, Any]]) -> str:
+def write_keys(path: Path, keys: list[dict[str, Any]]) -> str:
+    """Writes a key file and returns its path."""
     path.write_text("# keys\n\n" + "\n".join(map(json.dumps, keys)) + "\n")
     return str(path)
 
 
 @asynccontextmanager
-async def front(
+async def open_client(
     side: str, tokenizer: Tokenizer, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a proxy or a server with these options."""
+    """Yields a client of a proxy or of a server that runs with `options`."""
     if side == "proxy":
         async with Rig(decode=[Fake(answers(200, {"ok": 1}))], **options) as rig:
             yield rig.client
@@ -68,11 +69,13 @@ async def send(client: httpx.AsyncClient, line: str, **headers: str) -> httpx.Re
     return await client.request(method, path, json=body, headers=named)
 
 
-@pytest.mark.parametrize("way", ["proxy", "server", "file"])
-async def test_access_by_key_and_path(way, tokenizer, tmp_path):
-    options: dict[str, Any] = {"api_keys_file": written(tmp_path / "keys", KEYS)}
+@pytest.mark.parametrize("key_source", ["proxy", "server", "file"])
+async def test_access_by_key_and_path(key_source, tokenizer, tmp_path):
+    options: dict[str, Any] = {"api_keys_file": write_keys(tmp_path / "keys", KEYS)}
     alice, bob, side = (
-        ("alice", "bob", "proxy") if way == "file" else ("api-key-1", "api-key-2", way)
+        ("alice", "bob", "proxy")
+        if key_source == "file"
+        else ("api-key-1", "api-key-2", key_source)
     )
     bearers = {f"Bearer {ALICE}": 200, f"bearer   {BOB}": 200, f"Bearer {ROOT}": 200}
     refused = (
@@ -92,8 +95,8 @@ async def test_access_by_key_and_path(way, tokenizer, tmp_path):
     )
     cases: list[tuple[str, dict[str, str], int]] = [
         *(
-            (COMPLETE, {"authorization": reported}, status)
-            for reported, status in bearers.items()
+            (COMPLETE, {"authorization": authorization}, status)
+            for authorization, status in bearers.items()
         ),
         (COMPLETE, {}, 401),
         (COMPLETE, {"x_api_key": ALICE}, 200),
@@ -103,7 +106,10 @@ async def test_access_by_key_and_path(way, tokenizer, tmp_path):
             (COMPLETE, {"x_api_key": key}, 401)
             for key in (KEYS[1]["sha256"], "x" * 10_000)
         ),
-        *((what, {}, 401) for what in (*closed, "DELETE /v1/completions")),
+        *(
+            (request_line, {}, 401)
+            for request_line in (*closed, "DELETE /v1/completions")
+        ),
         ("GET /v1/models", {"x_api_key": BOB}, 200),
         ("GET /metrics", {"x_api_key": ALICE}, 403),
         *((f"GET /{page}", {"x_api_key": BOB}, 403) for page in ("stats", "ui/state")),
@@ -112,12 +118,12 @@ async def test_access_by_key_and_path(way, tokenizer, tmp_path):
         *(("GET /health", headers, 200) for headers in ({}, {"x_api_key": "wrong"})),
         ("HEAD /ready", {}, 200),
     ]
-    async with front(
-        side, tokenizer, **options if way == "file" else IN_OPTIONS
+    async with open_client(
+        side, tokenizer, **options if key_source == "file" else KEY_OPTIONS
     ) as client:
-        for what, headers, status in cases:
-            answer = await send(client, what, x_request_id="mine", **headers)
-            assert answer.status_code == status, (what, headers, answer.text)
+        for request_line, headers, status in cases:
+            answer = await send(client, request_line, x_request_id="mine", **headers)
+            assert answer.status_code == status, (request_line, headers, answer.text)
             assert answer.headers["x-request-id"] == "mine"
             challenge = answer.headers.get("www-authenticate")
             assert challenge == ('Bearer realm="baton"' if status == 401 else None)
@@ -152,7 +158,7 @@ async def test_only_pages_of_a_named_origin_may_send_a_key(side, tokenizer):
         "api_key": (SecretStr(ALICE),),
         "cors_origin": ("http://page:1",),
     }
-    async with front(side, tokenizer, **options) as client:
+    async with open_client(side, tokenizer, **options) as client:
         request = {"access-control-request-method": "POST"}
         request["access-control-request-headers"] = "authorization,content-type"
         allowed = await client.options("/v1/completions", headers={**page, **request})
@@ -167,14 +173,15 @@ async def test_only_pages_of_a_named_origin_may_send_a_key(side, tokenizer):
         assert served.headers["access-control-allow-origin"] == "http://page:1"
         other = await send(client, COMPLETE, origin="http://page:2", x_api_key=ALICE)
         assert "access-control-allow-origin" not in other.headers
-    async with front(side, tokenizer) as client:  # only named pages may
+    # Without cors_origin, no page may read answers.
+    async with open_client(side, tokenizer) as client:
         other = await send(client, COMPLETE, **page)
         assert "access-control-allow-origin" not in other.headers
 
 
 @SIDES
 async def test_request_without_access_is_refused_before_its_body(side, tokenizer):
-    async with front(side, tokenizer, api_key=(SecretStr(ALICE),)) as client:
+    async with open_client(side, tokenizer, api_key=(SecretStr(ALICE),)) as client:
         url = client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n"
@@ -183,22 +190,22 @@ async def test_request_without_access_is_refused_before_its_body(side, tokenizer
         writer.close()
 
 
-def limited(tmp_path: Path, decode: list[Fake] | None = None, **limits: int) -> Rig:
-    """A proxy with a key file that gives alice these limits."""
-    file = written(tmp_path / "keys", [{"name": "one", "key": ALICE, **limits}])
+def limited_rig(tmp_path: Path, decode: list[Fake] | None = None, **limits: int) -> Rig:
+    """Returns a proxy with a key file that gives ALICE these limits."""
+    file = write_keys(tmp_path / "keys", [{"name": "one", "key": ALICE, **limits}])
     return Rig(decode=decode, api_keys_file=file)
 
 
 async def test_limits_are_reported_and_enforced(tmp_path):
-    async with limited(tmp_path, requests_per_minute=2) as rig:
-        left = []
+    async with limited_rig(tmp_path, requests_per_minute=2) as rig:
+        remaining = []
         for status in (200, 200, 429):
             answer = await send(rig.client, COMPLETE, x_api_key=ALICE)
             assert answer.status_code == status
             assert answer.headers["x-ratelimit-limit-requests"] == "2"
             assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
-            left.append(answer.headers["x-ratelimit-remaining-requests"])
-        assert left == ["1", "0", "0"]
+            remaining.append(answer.headers["x-ratelimit-remaining-requests"])
+        assert remaining == ["1", "0", "0"]
         assert 1 <= int(answer.headers["retry-after"]) <= 30
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == (
@@ -212,8 +219,8 @@ async def test_limits_are_reported_and_enforced(tmp_path):
 
 
 async def test_requested_tokens_are_counted(tmp_path):
-    async with limited(tmp_path, tokens_per_minute=1000) as rig:
-        left = []
+    async with limited_rig(tmp_path, tokens_per_minute=1000) as rig:
+        remaining = []
         one = "x" * 40
         two = ["x" * 20] * 2
         headers = {"x-api-key": ALICE}
@@ -226,11 +233,11 @@ async def test_requested_tokens_are_counted(tmp_path):
         for prompt, max_tokens, status in requests:
             answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
             assert answer.status_code == status
-            left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
+            remaining.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
             assert ("one may send 1000 tokens a minute" in answer.text) == (
                 status == 429
             )
-        assert 670 < left[0] < 700 and left[3] < left[2] < 120
+        assert 670 < remaining[0] < 700 and remaining[3] < remaining[2] < 120
         assert len(rig.decode[0].calls) == 3
 
 
@@ -250,9 +257,9 @@ def test_key_never_exceeds_its_token_rate(charges):
         assert taken <= 100 * (1 + (now[0] - 5.0) / 60) + max(tokens, 100)
 
 
-async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
+async def test_concurrent_requests_are_counted_until_they_end(tmp_path):
     waits = Waits(then=decodes)
-    async with limited(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
+    async with limited_rig(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
         first = asyncio.create_task(send(rig.client, COMPLETE, x_api_key=ALICE))
         await waits.begun.wait()
         second = await send(rig.client, COMPLETE, x_api_key=ALICE)
@@ -263,7 +270,7 @@ async def test_requests_at_a_time_are_counted_until_they_end(tmp_path):
 
 
 async def test_key_cannot_request_a_forbidden_priority(tmp_path):
-    async with limited(tmp_path, min_priority=-2) as rig:
+    async with limited_rig(tmp_path, min_priority=-2) as rig:
         cases = (
             (-2, 200),
             (0, 200),
@@ -279,36 +286,36 @@ async def test_key_cannot_request_a_forbidden_priority(tmp_path):
 
 
 async def test_default_priority_is_the_most_urgent_one_allowed_for_the_key(tmp_path):
-    async with limited(tmp_path, min_priority=3) as rig:
-        for given, status in (
+    async with limited_rig(tmp_path, min_priority=3) as rig:
+        for priority_fields, status in (
             ({}, 200),
             ({"priority": None}, 200),
             ({"priority": 0}, 403),
         ):
             assert (
-                await rig.complete({"x-api-key": ALICE}, **given)
+                await rig.complete({"x-api-key": ALICE}, **priority_fields)
             ).status_code == status
         assert [call.body["priority"] for call in rig.decode[0].calls] == [3, 3]
 
 
-async def test_client_disconnect_frees_its_share(tmp_path):
+async def test_disconnect_ends_the_count_of_a_concurrent_request(tmp_path):
     waits = Waits()
-    async with limited(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
-        leaves = asyncio.create_task(send(rig.client, COMPLETE, x_api_key=ALICE))
+    async with limited_rig(tmp_path, [Fake(waits)], max_concurrent=1) as rig:
+        request = asyncio.create_task(send(rig.client, COMPLETE, x_api_key=ALICE))
         await waits.begun.wait()
-        leaves.cancel()
+        request.cancel()
         await waits.left.wait()
         while (
-            actual := await send(rig.client, "GET /no/path", x_api_key=ALICE)
+            answer := await send(rig.client, "GET /no/path", x_api_key=ALICE)
         ).status_code == 429:
             await asyncio.sleep(0.002)
-        assert actual.status_code == 404
+        assert answer.status_code == 404
 
 
 async def test_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tokenizer):
     with caplog.at_level(logging.DEBUG, logger="baton"):
         for side in ("proxy", "server"):
-            async with front(side, tokenizer, **IN_OPTIONS) as client:
+            async with open_client(side, tokenizer, **KEY_OPTIONS) as client:
                 for key in (ALICE, "unknown-" + ALICE):
                     await send(client, COMPLETE, x_api_key=key)
                 wrong = {"prompt": {"text": "a private matter"}}
@@ -320,13 +327,13 @@ async def test_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tokeniz
     assert not any(key in caplog.text for key in (ALICE, BOB, ROOT, "private"))
 
 
-def access(keys: list[dict[str, Any]], path: Path, now: list[float]) -> FileAccess:
-    settings = ProxySettings(api_keys_file=written(path, keys))
+def make_access(keys: list[dict[str, Any]], path: Path, now: list[float]) -> FileAccess:
+    settings = ProxySettings(api_keys_file=write_keys(path, keys))
     return FileAccess(settings, Metrics("proxy"), clock=lambda: now[0])
 
 
 def admit(keys: FileAccess) -> float:
-    """Send a request with alice's key; return the seconds to wait."""
+    """Returns 0 if a request with ALICE is admitted, else the seconds to wait."""
     headers = [(b"x-api-key", ALICE.encode())]
     try:
         with keys.admit(
@@ -343,7 +350,7 @@ def test_key_gets_its_limit_per_minute_and_retry_after(
 ):
     now = [1000.0]
     path = tmp_path_factory.mktemp("keys") / "keys"
-    keys = access(
+    keys = make_access(
         [{"name": "alice", "key": ALICE, "requests_per_minute": limit}], path, now
     )
     taken = []
@@ -357,14 +364,14 @@ def test_key_gets_its_limit_per_minute_and_retry_after(
             assert admit(keys) == 0
         taken.append(now[0])
     for begin in taken:
-        assert sum(begin <= at <= begin + 60 for at in taken) <= 2 * limit + 1
+        assert sum(begin <= time_s <= begin + 60 for time_s in taken) <= 2 * limit + 1
 
 
 async def test_changed_key_file_is_reloaded_and_a_broken_one_ignored(caplog, tmp_path):
     now = [0.0]
     path = tmp_path / "keys"
     one = {"name": "alice", "key": ALICE, "requests_per_minute": 3}
-    keys = access([one], path, now)
+    keys = make_access([one], path, now)
     watching = asyncio.create_task(keys.watch_file(0.001))
     waits = [admit(keys) for _ in range(4)]
     assert [bool(wait) for wait in waits] == [False, False, False, True]
@@ -374,19 +381,19 @@ async def test_changed_key_file_is_reloaded_and_a_broken_one_ignored(caplog, tmp
         assert "line 1" in caplog.text
         path.unlink()
         await until(lambda: caplog.text.count("stay as they were") >= 2)
-        assert admit(keys)  # and its usage is kept
-        written(path, [{**one, "name": "new", "requests_per_minute": 6}])
+        assert admit(keys)  # the usage of the key is kept, so the limit still holds
+        write_keys(path, [{**one, "name": "new", "requests_per_minute": 6}])
         await until(lambda: "reloaded" in caplog.text)
     now[0] += 10
     assert admit(keys) == 0 and admit(keys)
     watching.cancel()
 
 
-A = '{"name": "a", "key": "12345678"'
+KEY_LINE_START = '{"name": "a", "key": "12345678"'
 
 
 @pytest.mark.parametrize(
-    ("text", "reported"),
+    ("text", "message"),
     [
         ("", "has 0 keys; it must have at least one, .*: write one JSON"),
         ("# none\n", "has 0 keys"),
@@ -406,14 +413,20 @@ A = '{"name": "a", "key": "12345678"'
             '{"name": "a b", "key": "12345678"}',
             r"line 1: Expected `str` matching .*name`",
         ),
-        (A + ', "rpm": 1}', "unknown field `rpm`; .*requests_per_minute, tokens"),
         (
-            A + ', "max_concurrent": 0}',
+            KEY_LINE_START + ', "rpm": 1}',
+            "unknown field `rpm`; .*requests_per_minute, tokens",
+        ),
+        (
+            KEY_LINE_START + ', "max_concurrent": 0}',
             "line 1: Expected `int` >= 1 - at .*max_concurrent",
         ),
-        (A + '}\n\n{"name": "a", "key": "12345679"}', "line 3: the name of a is"),
         (
-            A + '}\n{"name": "b", "key": "12345678"}',
+            KEY_LINE_START + '}\n\n{"name": "a", "key": "12345679"}',
+            "line 3: the name of a is",
+        ),
+        (
+            KEY_LINE_START + '}\n{"name": "b", "key": "12345678"}',
             "line 2: the key of b is used twice",
         ),
         (
@@ -421,15 +434,15 @@ A = '{"name": "a", "key": "12345678"'
             "line 1: the key of a is used twice",
         ),
         ('{"name": "api-key-1", "key": "12345678"}', "the name of api-key-1 is"),
-        (A + "}\n#" + "x" * (1 << 23), "at most 10000 keys"),
+        (KEY_LINE_START + "}\n#" + "x" * (1 << 23), "at most 10000 keys"),
         ('{"name": "\\ud800", "key": "12345678"}\xff', "line 1: "),
     ],
 )
-def test_invalid_key_file_is_refused_with_the_line(text, reported, tmp_path):
+def test_invalid_key_file_is_refused_with_the_line(text, message, tmp_path):
     (tmp_path / "keys").write_bytes(text.encode("latin-1"))
     other = (SecretStr("sk-alice-0123456789"),)
     settings = ProxySettings(api_keys_file=str(tmp_path / "keys"), api_key=other)
-    with pytest.raises(ValueError, match=reported) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         FileAccess(settings, Metrics("proxy"))
     assert "12345678" not in str(raised.value) and "keys" in str(raised.value)
     with pytest.raises(ValueError, match="none: No such file"):
@@ -467,13 +480,13 @@ async def test_servers_learn_which_requests_share_a_key_but_no_key_name(
     tokenizer, tmp_path
 ):
     async def shares(url: str, engine: ScriptedEngine, *keys: str) -> list[str]:
-        file = written(tmp_path / "keys", KEYS)
+        file = write_keys(tmp_path / "keys", KEYS)
         async with Rig([], [Running(url)], api_keys_file=file) as rig:
             for key in keys:
                 assert (
                     await send(rig.client, COMPLETE, x_api_key=key)
                 ).status_code == 200
-        return [one.share for one in engine.added]
+        return [request.share for request in engine.added]
 
     async with serving(tokenizer, role="decode") as server:
         url = f"http://{server.host}:{server.port}"
@@ -482,4 +495,4 @@ async def test_servers_learn_which_requests_share_a_key_but_no_key_name(
     assert alice and bob and not {"alice", "bob"} & {alice, bob}
     async with serving(tokenizer, api_key=(SecretStr(ALICE),)) as server:
         await send(server.http, COMPLETE, x_api_key=ALICE)
-        assert [one.share for one in server.engine.added] == ["api-key-1"]
+        assert [request.share for request in server.engine.added] == ["api-key-1"]

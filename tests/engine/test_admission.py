@@ -1,4 +1,4 @@
-"""How much may wait at a server, and which requests it refuses until later.
+"""How many tokens may wait at a server, and which requests get 429 with Retry-After.
 
 The tests check the queue's arithmetic with a simulated clock, and the HTTP application
 in front of a scripted engine.
@@ -26,7 +26,9 @@ from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import count_up, hang
 
 
-def add(num_tokens: int, priority: int = 0, request_id: str = "a") -> AddRequest:
+def make_request(
+    num_tokens: int, priority: int = 0, request_id: str = "a"
+) -> AddRequest:
     return AddRequest(
         request_id=request_id,
         token_ids=[1] * num_tokens,
@@ -46,13 +48,13 @@ class Queue:
         options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=limit)
         self.admission = Admission(options, lambda: self.now_s)
         self.entries: list[tuple[QueueEntry, int]] = []
-        if token_s:  # one was already served
+        if token_s:  # a request has been served, so the queue knows the rate
             self.send_request()
             self.serve(token_s)
 
     def send_request(self, num_tokens: int = 1000, priority: int = 0) -> None:
         self.entries.append(
-            (self.admission.enter([add(num_tokens, priority)]), num_tokens)
+            (self.admission.enter([make_request(num_tokens, priority)]), num_tokens)
         )
 
     def serve(self, token_s: float = 0.001, count: int = 1) -> None:
@@ -62,19 +64,20 @@ class Queue:
             queue_entry.mark_served("a", num_tokens)
 
     def fill(self) -> tuple[int, QueueFull]:
-        """Return how many requests are accepted, and the error of the next."""
+        """Send requests until one is refused. Return the number of accepted requests,
+        and the error."""
         for count in range(10_000):
             try:
                 self.send_request()
             except QueueFull as error:
                 return count, error
-        raise AssertionError("it takes any number")
+        raise AssertionError("the queue has no limit")
 
 
 def test_queue_holds_what_is_served_in_time_and_refusals_say_when_to_retry():
     queue = Queue(token_s=0.001)
     taken, error = queue.fill()
-    assert taken == 11  # the last of them with 10 s before it
+    assert taken == 11  # the last one waits for 10 s of earlier requests
     assert error.headers == {"retry-after": "6"}
     queue.serve(count=6)
     assert queue.fill()[0] == 6
@@ -86,10 +89,10 @@ def test_queue_holds_what_is_served_in_time_and_refusals_say_when_to_retry():
 def test_prompts_computed_elsewhere_do_not_change_the_rate():
     queue = Queue(token_s=0.001)
     for _ in range(20):  # each long prompt takes the prefill server two seconds
-        pulled = replace(add(8000), remote=replace(REMOTE, transfer_id="t"))
+        pulled = replace(make_request(8000), remote=replace(REMOTE, transfer_id="t"))
         queue.entries.append((queue.admission.enter([pulled]), 8000))
         queue.now_s += 2.0
-        if len(queue.entries) > 1:  # the next one waits already
+        if len(queue.entries) > 1:  # the next prompt waits already
             queue.entries.pop(0)[0].mark_served("a")
     queue.entries.pop()[0].drop_all()
     assert queue.fill()[0] == 11
@@ -110,15 +113,15 @@ def test_rate_follows_a_change_of_speed_within_a_second():
     assert queue.fill()[0] in (50, 51)
 
 
-def test_empty_queue_accepts_any_prompt_and_a_nonempty_one_few_tokens():
+def test_empty_queue_accepts_any_prompt_but_then_no_tokens_beyond_its_limit():
     queue = Queue(limit=5000)
     queue.send_request(50_000)
     with pytest.raises(QueueFull, match=r"50000 tokens .* this request has 64 more"):
         queue.send_request(64)
     queue.entries.pop()[0].drop_all()
-    queue_entry = queue.admission.enter([add(4000)])
+    queue_entry = queue.admission.enter([make_request(4000)])
     with pytest.raises(QueueFull):
-        queue.admission.enter([add(600), add(500, request_id="b")])
+        queue.admission.enter([make_request(600), make_request(500, request_id="b")])
     assert queue.admission.num_tokens == 4000
     queue_entry.drop_all()
     queue_entry.drop_all()
@@ -142,27 +145,31 @@ def test_urgent_requests_wait_only_for_urgent_requests():
         max_size=40,
     )
 )
-def test_accounting_adds_up_in_any_order_of_events(moves):
-    """Events 0, 1: a request arrives; 2: the oldest is served; 3: the newest leaves."""
+def test_accounting_adds_up_in_any_order_of_events(actions):
+    """Actions 0 and 1: a request arrives; 2: the oldest request is served; 3: the
+    newest request is dropped."""
     queue = Queue(max_queue_s=3.0, limit=20_000)
-    left: dict[QueueEntry, int] = {}
-    for num_tokens, priority, move in moves:
+    queued_tokens: dict[QueueEntry, int] = {}
+    for num_tokens, priority, action in actions:
         queue.now_s += num_tokens / 5000
-        if move < 2:
+        if action < 2:
             try:
-                queue_entry = queue.admission.enter([add(num_tokens, priority)])
-                left[queue_entry] = max(num_tokens, MIN_TOKENS)
+                queue_entry = queue.admission.enter(
+                    [make_request(num_tokens, priority)]
+                )
+                queued_tokens[queue_entry] = max(num_tokens, MIN_TOKENS)
             except QueueFull as error:
                 assert (
-                    left and 1 <= int(error.headers["retry-after"]) <= MAX_RETRY_AFTER_S
+                    queued_tokens
+                    and 1 <= int(error.headers["retry-after"]) <= MAX_RETRY_AFTER_S
                 )
-        elif left and move == 2:
-            oldest = next(iter(left))
+        elif queued_tokens and action == 2:
+            oldest = next(iter(queued_tokens))
             oldest.mark_served("a", num_tokens)
-            del left[oldest]
-        elif left:
-            left.popitem()[0].drop_all()
-        assert queue.admission.num_tokens == sum(left.values())
+            del queued_tokens[oldest]
+        elif queued_tokens:
+            queued_tokens.popitem()[0].drop_all()
+        assert queue.admission.num_tokens == sum(queued_tokens.values())
         assert 0 <= queue.admission.wait_s(0) <= queue.admission.wait_s() < math.inf
 
 
@@ -170,7 +177,7 @@ def test_accounting_adds_up_in_any_order_of_events(moves):
 
 
 class Gate:
-    """An engine that serves only when the test allows it."""
+    """A script for an engine that answers no request before the test sets `open`."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -201,8 +208,13 @@ async def test_full_queue_refuses_with_429_before_the_engine_is_involved(
         refused = await server.post(path, **fields, stream=True)
         error = refused.json()["error"]
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        reported = (error["code"], error["type"], error["phase"], error["retryable"])
-        assert reported == (
+        error_fields = (
+            error["code"],
+            error["type"],
+            error["phase"],
+            error["retryable"],
+        )
+        assert error_fields == (
             "rate_limit_exceeded",
             "rate_limit_error",
             "admission",
@@ -222,7 +234,7 @@ async def test_full_queue_refuses_with_429_before_the_engine_is_involved(
 
 
 @pytest.mark.parametrize("fields", [{"prompt": [300]}, {"prompt": "x" * 99}, {"n": 0}])
-async def test_refused_request_leaves_its_place(tokenizer, fields):
+async def test_refused_request_leaves_the_queue(tokenizer, fields):
     async with serving(tokenizer, max_queued_tokens=100) as server:
         for _ in range(3):
             assert (await server.post(**fields)).status_code == 400
@@ -233,44 +245,41 @@ async def test_texts_that_wait_to_be_tokenized_are_bounded(tokenizer, monkeypatc
     monkeypatch.setattr("engine.http.text_workers.MAX_WAITING_CHARS", 12_000)
     async with serving(tokenizer) as server:
         send_request = partial(server.post, "/tokenize", prompt="x" * 8_000)
-        actual = [
-            answer.status_code
-            for answer in await asyncio.gather(*[send_request() for _ in range(9)])
-        ]
-        assert set(actual) <= {200, 429} and 200 in actual
+        answers = await asyncio.gather(*[send_request() for _ in range(9)])
+        statuses = {answer.status_code for answer in answers}
+        assert statuses <= {200, 429} and 200 in statuses
         assert (await send_request()).status_code == 200
 
 
 # -- deadlines -------------------------------------------------------------------------
 
-NOW = {"x-request-timeout-s": "0.02"}
+SHORT_TIMEOUT = {"x-request-timeout-s": "0.02"}
 
 
 @pytest.mark.parametrize(
-    "given", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"]
+    "timeout", ["0", "-1", "soon", "", "inf", "1e3", "2000000", "1, 2"]
 )
-async def test_malformed_timeout_is_refused(tokenizer, given):
+async def test_malformed_timeout_is_refused(tokenizer, timeout):
     async with serving(tokenizer) as server:
         for path in ("/v1/completions", "/tokenize"):
-            answer = await server.post(path, headers={"x-request-timeout-s": given})
+            answer = await server.post(path, headers={"x-request-timeout-s": timeout})
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, "x-request-timeout-s")
             assert "send one number of seconds" in error["message"]
 
 
-@pytest.mark.parametrize("default", [False, True])
+@pytest.mark.parametrize("is_default", [False, True])
 async def test_expired_request_ends_with_504_and_is_aborted_in_the_engine(
-    tokenizer, default
+    tokenizer, is_default
 ):
-    given = {"request_timeout_s": 0.02} if default else {}
-    async with serving(tokenizer, hang, **given) as server:
-        answer = await server.post(
-            prompt=["a", "b"], headers=None if default else NOW, stream=True
-        )
+    options = {"request_timeout_s": 0.02} if is_default else {}
+    headers = None if is_default else SHORT_TIMEOUT
+    async with serving(tokenizer, hang, **options) as server:
+        answer = await server.post(prompt=["a", "b"], headers=headers, stream=True)
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         assert sorted(server.engine.aborted) == sorted(
-            a.request_id for a in server.engine.added
+            request.request_id for request in server.engine.added
         )
         assert not server.engine._subscriptions
 
@@ -321,12 +330,12 @@ async def test_unread_stream_is_aborted_in_the_engine(
 ):
     monkeypatch.setattr(client, "MAX_UNREAD", limit := 1 << 10)
     monkeypatch.setattr(client, "MAX_UNREAD_CHOICES", choices)
-    sent = 0
+    num_sent = 0
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        nonlocal sent
+        nonlocal num_sent
         while True:
-            sent += 1
+            num_sent += 1
             yield TokenDelta(request_id=request.request_id, token_ids=[70] * 8)
             await asyncio.sleep(0)
 
@@ -338,8 +347,8 @@ async def test_unread_stream_is_aborted_in_the_engine(
             await asyncio.sleep(0.002)
         assert not server.engine._subscriptions
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        reported = b""
-        while b"client_too_slow" not in reported:  # the client continues to read
-            reported = reported[-100:] + await loop.sock_recv(sock, 1 << 20)
-        assert sent > limit
+        received = b""
+        while b"client_too_slow" not in received:  # the client reads again
+            received = received[-100:] + await loop.sock_recv(sock, 1 << 20)
+        assert num_sent > limit
         sock.close()

@@ -1,9 +1,10 @@
-"""Whole engines on a tiny trained model, in this process, against transformers' logits.
+"""Engines with a tiny trained model draw what the logits of transformers determine.
 
 The tests check drawn tokens under bias, penalties and min_tokens, and the logprobs of
 outputs and prompts, for each choice.
 
-A P/D pair uses the signed answer of the prefill role, and an in-memory transfer.
+A P/D pair uses P's signed reference and an in-memory transfer. All engines run in this
+process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ class Reference:
         )
         return logits
 
-    def shaped(self, request: AddRequest, token_ids: list[int]) -> torch.Tensor:
+    def shaped_logits(self, request: AddRequest, token_ids: list[int]) -> torch.Tensor:
         """Returns the logits from which the next token is drawn: float32 [V]."""
         sampling = request.sampling
         num_prompt = len(request.token_ids)
@@ -67,15 +68,16 @@ class Reference:
         tokens: list[int],
         logprobs: Sequence[TokenLogprobs],
     ) -> None:
-        """Checks that the noise of each position draws its token from these logits."""
+        """Checks the logprobs, and that the noise of each token's position draws the
+        token from the shaped logits."""
         context = list(request.token_ids)
         params = msgspec.structs.replace(
             request.sampling, choice_index=choice, num_logprobs=None, logit_bias={}
         )
         for token, report in zip(tokens, logprobs, strict=True):
             batch = SamplingBatch.from_params([params], [len(context)])
-            shaped = self.shaped(request, context)
-            assert token == sample(shaped[None], batch).token_ids.item()
+            shaped_logits = self.shaped_logits(request, context)
+            assert token == sample(shaped_logits[None], batch).token_ids.item()
             self._check_logprobs(report, self.logits(context)[-1], token)
             context.append(token)
 
@@ -84,9 +86,9 @@ class Reference:
     ) -> None:
         logits = self.logits(request.token_ids)
         assert len(rows) == len(request.token_ids) and rows[0] is None
-        for at, row in enumerate(rows[1:]):
+        for i, row in enumerate(rows[1:]):
             assert row is not None
-            self._check_logprobs(row, logits[at], request.token_ids[at + 1])
+            self._check_logprobs(row, logits[i], request.token_ids[i + 1])
 
     @staticmethod
     def _check_logprobs(
@@ -118,17 +120,17 @@ def pair() -> Iterator[RealPair]:
 
 
 Complete = Callable[[RealPair, AddRequest], MemoryTransport]
-_WAYS = [RealPair.decode_only, RealPair.prefill_and_decode]
+_COMPLETE_METHODS = [RealPair.decode_only, RealPair.prefill_and_decode]
 
 
-def _request(num_choices: int = 1, max_tokens: int = 12, **members: Any) -> AddRequest:
+def _request(num_choices: int = 1, max_tokens: int = 12, **fields: Any) -> AddRequest:
     names = SamplingParams.__struct_fields__
-    sampling = {name: members.pop(name) for name in names if name in members}
+    sampling = {name: fields.pop(name) for name in names if name in fields}
     params = SamplingParams(
         **{"temperature": 0.0, "num_logprobs": 3, "seed": 11, **sampling}
     )
-    prompt = members.pop("prompt", PROMPT)
-    return add("r", prompt, max_tokens, params, num_choices=num_choices, **members)
+    prompt = fields.pop("prompt", PROMPT)
+    return add("r", prompt, max_tokens, params, num_choices=num_choices, **fields)
 
 
 REQUESTS = {
@@ -152,7 +154,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("complete", _WAYS)
+@pytest.mark.parametrize("complete", _COMPLETE_METHODS)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_output_follows_the_definitions_applied_to_transformers_logits(
     reference, pair, complete, name
@@ -162,23 +164,29 @@ def test_output_follows_the_definitions_applied_to_transformers_logits(
     for choice in range(request.num_choices):
         tokens = out.tokens("r", choice)
         assert len(tokens) == request.max_tokens
-        reported = [
-            row for d in out.deltas if d.choice == choice for row in (d.logprobs or [])
+        logprobs = [
+            row
+            for delta in out.deltas
+            if delta.choice == choice
+            for row in (delta.logprobs or [])
         ]
-        reference.check_choice(request, choice, tokens, reported)
+        reference.check_choice(request, choice, tokens, logprobs)
     if request.num_prompt_logprobs is not None:
         reference.check_prompt(request, out.prompt_logprobs("r"))
 
 
-@pytest.mark.parametrize("complete", _WAYS)
+@pytest.mark.parametrize("complete", _COMPLETE_METHODS)
 @pytest.mark.parametrize("min_tokens", [0, 1, 5])
 def test_min_tokens_ban_stop_tokens(reference, pair, complete, min_tokens):
-    free = complete(pair, _request()).tokens("r")
-    request = _request(min_tokens=min_tokens, stop_token_ids=[free[0], free[2]])
+    unbanned = complete(pair, _request()).tokens("r")
+    request = _request(min_tokens=min_tokens, stop_token_ids=[unbanned[0], unbanned[2]])
     out = complete(pair, request)
     tokens = out.tokens("r")
     reference.check_choice(
-        request, 0, tokens, [row for d in out.deltas for row in (d.logprobs or [])]
+        request,
+        0,
+        tokens,
+        [row for delta in out.deltas for row in (delta.logprobs or [])],
     )
     assert not set(tokens[:min_tokens]) & set(request.stop_token_ids)
     assert len(tokens) > min_tokens or tokens[-1] in request.stop_token_ids
@@ -186,6 +194,6 @@ def test_min_tokens_ban_stop_tokens(reference, pair, complete, min_tokens):
 
 @pytest.mark.parametrize("length", [1, 2, 130, 300])
 def test_prompt_is_scored_in_several_chunks(reference, pair, length):
-    prompt = [(37 * at * at + 11) % 500 for at in range(length)]
+    prompt = [(37 * i * i + 11) % 500 for i in range(length)]
     request = _request(prompt=prompt, max_tokens=0, num_prompt_logprobs=1)
     reference.check_prompt(request, pair.decode_only(request).prompt_logprobs("r"))

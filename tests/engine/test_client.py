@@ -32,7 +32,9 @@ from tests.rigs.scripted_engine import SMALL_ENGINE, ScriptedEngine, generate, h
 WAIT_S = 20.0
 
 
-def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddRequest:
+def make_request(
+    request_id: str, max_tokens: int = 3, num_choices: int = 1
+) -> AddRequest:
     return AddRequest(
         request_id=request_id,
         token_ids=[10],
@@ -43,17 +45,17 @@ def add(request_id: str, max_tokens: int = 3, num_choices: int = 1) -> AddReques
 
 
 class RemoteEngine:
-    """The engine's end of the socket, which records messages and answers on request."""
+    """The engine's end of the socket. It answers only when the test calls `emit`."""
 
     def __init__(self, link: socket.socket) -> None:
         self.transport = EngineTransport(link)
         self._received: list[EngineInput] = []
-        self.is_over = False
+        self.is_closed = False
 
     async def receive(self) -> EngineInput:
         while not self._received:
-            assert not self.is_over
-            self._received, self.is_over = await asyncio.to_thread(
+            assert not self.is_closed
+            self._received, self.is_closed = await asyncio.to_thread(
                 self.transport.receive, WAIT_S
             )
         return self._received.pop(0)
@@ -64,9 +66,9 @@ class RemoteEngine:
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[EngineClient, RemoteEngine]]:
-    link, theirs = socket.socketpair()
+    link, engine_link = socket.socketpair()
     client = EngineClient()
-    remote = RemoteEngine(theirs)
+    remote = RemoteEngine(engine_link)
     await client.start(link)
     try:
         remote.transport.send(SMALL_ENGINE)
@@ -87,7 +89,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 
 async def test_request_is_open_until_every_choice_has_ended():
     async with connected() as (client, remote):
-        with closing(client.submit([add("r", num_choices=2)])) as subscription:
+        with closing(client.submit([make_request("r", num_choices=2)])) as subscription:
             for delta in (_delta("r", 1, finish="stop"), _delta("r", 2)):
                 remote.emit(delta)
                 assert await subscription.next_batch() == [delta]
@@ -100,7 +102,7 @@ async def test_request_is_open_until_every_choice_has_ended():
 
 async def test_error_ends_all_choices():
     async with connected() as (client, remote):
-        answer = asyncio.create_task(collect(client, add("r", num_choices=3)))
+        answer = asyncio.create_task(collect(client, make_request("r", num_choices=3)))
         await remote.receive()
         failed = TokenDelta(request_id="r", error=ErrorInfo("transfer_failed", "gone"))
         remote.emit(failed)
@@ -108,18 +110,18 @@ async def test_error_ends_all_choices():
         assert not client._subscriptions
 
 
-@pytest.mark.parametrize("how", ["leaving", "cancelled"])
-async def test_closing_early_aborts_and_drops_later_deltas(how):
+@pytest.mark.parametrize("ending", ["leaving", "cancelled"])
+async def test_closing_early_aborts_and_drops_later_deltas(ending):
     async with connected() as (client, remote):
-        if how == "cancelled":
-            task = asyncio.create_task(collect(client, add("r")))
-            assert await remote.receive() == add("r")
+        if ending == "cancelled":
+            task = asyncio.create_task(collect(client, make_request("r")))
+            assert await remote.receive() == make_request("r")
             task.cancel()
         else:
-            async with aclosing(generate(client, add("r"))) as answer:
+            async with aclosing(generate(client, make_request("r"))) as answer:
                 asyncio.get_running_loop().call_soon(remote.emit, _delta("r", 1))
                 assert (await anext(answer)).token_ids == [1]
-            assert await remote.receive() == add("r")
+            assert await remote.receive() == make_request("r")
         assert await remote.receive() == AbortRequest("r")
         remote.emit(_delta("r", 2), _delta("r", finish="abort"))
         remote.transport.send(EngineStats({"x": 1.0}))
@@ -129,7 +131,7 @@ async def test_closing_early_aborts_and_drops_later_deltas(how):
 
 async def test_requested_abort_still_delivers_the_last_delta():
     async with connected() as (client, remote):
-        with closing(client.submit([add("r")])) as subscription:
+        with closing(client.submit([make_request("r")])) as subscription:
             await remote.receive()
             subscription.abort("r")
             assert await remote.receive() == AbortRequest("r")
@@ -138,51 +140,53 @@ async def test_requested_abort_still_delivers_the_last_delta():
             assert last.finish_reason == "abort"
             assert await subscription.next_batch() == []
         await client.close()
-        last_words = await asyncio.to_thread(remote.transport.receive, WAIT_S)
-        assert last_words == ([], True), "hung up; no second abort"
+        last_messages = await asyncio.to_thread(remote.transport.receive, WAIT_S)
+        assert last_messages == ([], True), "the socket is closed, without an abort"
 
 
-@pytest.mark.parametrize("how", ["message", "process", "garbage"])
-async def test_dead_engine_ends_every_open_request(how):
+@pytest.mark.parametrize("ending", ["message", "process", "garbage"])
+async def test_dead_engine_ends_every_open_request(ending):
     client = EngineClient()
     link, engine = socket.socketpair()
     await client.start(link)
     engine.sendall(framed(encode(SMALL_ENGINE)))
     await client.wait_ready(WAIT_S)
-    answers = [asyncio.create_task(collect(client, add(name))) for name in "ab"]
+    answers = [
+        asyncio.create_task(collect(client, make_request(name))) for name in "ab"
+    ]
     await until(lambda: len(client._subscriptions) == 2)
-    if how == "process":
+    if ending == "process":
         client.fail("out of memory")
     else:
         engine.sendall(
-            framed(encode(EngineFailed("full")) if how == "message" else b"\xc1")
+            framed(encode(EngineFailed("full")) if ending == "message" else b"\xc1")
         )
     for answer in answers:
         (last,) = await asyncio.wait_for(answer, WAIT_S)
         assert last.error is not None and last.error.code == "engine_died"
     assert not client.healthy and not client._subscriptions
     with pytest.raises(EngineDied):
-        client.submit([add("c")])
+        client.submit([make_request("c")])
     engine.close()
     await client.close()
 
 
-async def test_missing_engine_is_not_waited_for():
+async def test_wait_for_an_engine_ends_without_progress_and_after_a_failure():
     client = EngineClient()
     link, engine = socket.socketpair()
     with pytest.raises(EngineDied, match="not connected"):
-        client.submit([add("r")])
+        client.submit([make_request("r")])
     assert not client._subscriptions
     await client.start(link)
     with pytest.raises(EngineDied, match="nothing has changed for 0"):
         await client.wait_ready(0.001)
-    reported: list[str] = []
-    client.on_progress = reported.append
-    for half in ("first", "second"):
+    progress_reports: list[str] = []
+    client.on_progress = progress_reports.append
+    for stage in ("first", "second"):
         waiting = asyncio.create_task(client.wait_ready(WAIT_S))
-        engine.sendall(framed(encode(EngineProgress(half))))
-        await until(lambda half=half: half in reported)  # type: ignore[misc]
-        assert not waiting.done() and client.progress == half
+        engine.sendall(framed(encode(EngineProgress(stage))))
+        await until(lambda stage=stage: stage in progress_reports)  # type: ignore[misc]
+        assert not waiting.done() and client.progress == stage
         waiting.cancel()
     engine.close()
     client.fail("no such model")
@@ -191,13 +195,13 @@ async def test_missing_engine_is_not_waited_for():
     await client.close()
 
 
-async def test_hang_up_ends_the_other_side():
+async def test_close_of_one_end_of_the_socket_ends_the_other_end():
     async with connected() as (client, remote):
         assert not client.is_lost
         remote.transport.close()
         await until(lambda: client.is_lost)
         with pytest.raises(EngineDied, match="not connected"):
-            client.submit([add("r")])
+            client.submit([make_request("r")])
     http, link = socket.socketpair()
     transport = EngineTransport(link)
     http.close()
@@ -206,41 +210,43 @@ async def test_hang_up_ends_the_other_side():
     transport.close()
 
 
-@pytest.mark.parametrize("ends", [False, True])
-async def test_sending_never_blocks_and_loses_no_message(ends):
-    """More messages than the socket holds, with a busy or ended peer."""
-    long = [
-        msgspec.structs.replace(add(str(i)), token_ids=[70_000] * 50_000)
+@pytest.mark.parametrize("engine_ends", [False, True])
+async def test_sending_never_blocks_and_loses_no_message(engine_ends):
+    """The socket does not hold all messages, and the peer is busy or has ended."""
+    long_requests = [
+        msgspec.structs.replace(make_request(str(i)), token_ids=[70_000] * 50_000)
         for i in range(8)
     ]
     async with connected() as (client, remote):
-        with closing(client.submit(long)) as subscription:
-            for request in long:
+        with closing(client.submit(long_requests)) as subscription:
+            for request in long_requests:
                 assert await remote.receive() == request
                 remote.emit(_delta(request.request_id, *request.token_ids))
             work = (
                 remote.transport.close
-                if ends
+                if engine_ends
                 else partial(remote.transport.receive, WAIT_S)
             )
             sending = asyncio.create_task(asyncio.to_thread(work))
             actual: list[TokenDelta] = []
-            while len(actual) < len(long):
-                if not ends and sending.done():
+            while len(actual) < len(long_requests):
+                if not engine_ends and sending.done():
                     sending = asyncio.create_task(asyncio.to_thread(work))
-                news = asyncio.create_task(subscription.next_batch())
-                both = {news} if ends else {news, sending}
+                batch_task = asyncio.create_task(subscription.next_batch())
+                both = {batch_task} if engine_ends else {batch_task, sending}
                 await asyncio.wait(
                     both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
                 )
-                # The socket took a part, and no message is complete.
-                if not news.done():
-                    news.cancel()
+                # The socket has taken a part of the messages, but none is complete.
+                if not batch_task.done():
+                    batch_task.cancel()
                     continue
-                actual += news.result()
+                actual += batch_task.result()
             remote.transport.wake()
             await sending
-        assert [delta.token_ids for delta in actual] == [one.token_ids for one in long]
+        assert [delta.token_ids for delta in actual] == [
+            request.token_ids for request in long_requests
+        ]
 
 
 async def test_no_step_runs_while_the_http_process_is_stalled(monkeypatch):
@@ -257,7 +263,7 @@ async def test_no_step_runs_while_the_http_process_is_stalled(monkeypatch):
         await asyncio.wait((part, receiving), return_when=asyncio.FIRST_COMPLETED)
         if part.done():
             num_read += len(part.result())
-        else:  # enough has been read
+        else:  # enough data has been read, so `receive` has returned
             part.cancel()
     assert receiving.result() == ([], False) and num_read > 10_000_000
     transport.close()
@@ -288,15 +294,17 @@ async def test_another_thread_wakes_the_engine():
 
 
 async def test_request_that_ends_during_close_delivers_no_delta():
-    """Its retained KV is released during the close that ended it."""
+    """The client releases the request's KV while `close` still ends the request."""
 
     async with connected() as (client, remote):
-        retained = client.submit([msgspec.structs.replace(add("a"), retain_kv=True)])
+        retained = client.submit(
+            [msgspec.structs.replace(make_request("a"), retain_kv=True)]
+        )
         await remote.receive()
         closing = asyncio.create_task(client.close())
         batch = await retained.next_batch()
         assert batch[0].error is not None
-        assert batch[0].error.code == "no_server_available", "it died of no request"
+        assert batch[0].error.code == "no_server_available", "the engine has not died"
         while not closing.done():
             retained.close()
             client.send(AbortRequest("a"))
@@ -305,11 +313,11 @@ async def test_request_that_ends_during_close_delivers_no_delta():
 
 async def test_silence_counts_only_while_requests_are_open():
     engine = ScriptedEngine(hang)
-    assert not engine.is_stalled(), "idle"
-    with closing(engine.submit([add("r")])):
-        assert not engine.is_stalled(), "its idle time is not held against it"
+    assert not engine.is_stalled(), "no request is open"
+    with closing(engine.submit([make_request("r")])):
+        assert not engine.is_stalled(), "earlier idle time does not count"
         assert engine.is_stalled()
-        engine.submit([add("s")])
+        engine.submit([make_request("s")])
         assert engine.is_stalled()
         engine.emit(EngineStats({}))
         assert not engine.is_stalled()

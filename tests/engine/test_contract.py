@@ -1,6 +1,6 @@
 """Answers and errors match the types of OpenAI's own client, in strict validation.
 
-Answers may have additional members.
+Answers may have additional fields.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from protocol.messages import AddRequest, TokenDelta, TokenLogprobs
 from tests.rigs.http_server import USAGE, chunks, serving
 
 
-async def hello(request: AddRequest) -> AsyncIterator[TokenDelta]:
+async def generate_hello(request: AddRequest) -> AsyncIterator[TokenDelta]:
     for token_id in b"hello":
         ids = [token_id - 33, 5]  # tokens of the byte-level alphabet
         row = TokenLogprobs(-0.5, ids, [-0.5, -1.5])
@@ -26,7 +26,7 @@ async def hello(request: AddRequest) -> AsyncIterator[TokenDelta]:
 
 
 async def test_completions_match_the_clients_types(tokenizer):
-    async with serving(tokenizer, hello, fingerprint="fp_1") as server:
+    async with serving(tokenizer, generate_hello, fingerprint="fp_1") as server:
         for fields in ({}, {"logprobs": 2}):
             completion = Completion.model_validate(
                 (await server.post(**fields)).json(), strict=True
@@ -46,7 +46,7 @@ async def test_completions_match_the_clients_types(tokenizer):
 
 
 async def test_chat_completions_match_the_clients_types(tokenizer):
-    async with serving(tokenizer, hello, fingerprint="fp_1") as server:
+    async with serving(tokenizer, generate_hello, fingerprint="fp_1") as server:
         for fields in ({}, {"logprobs": True, "top_logprobs": 2}):
             completion = ChatCompletion.model_validate(
                 (await server.chat(**fields)).json(), strict=True
@@ -59,7 +59,7 @@ async def test_chat_completions_match_the_clients_types(tokenizer):
 
 
 async def test_chat_chunks_match_the_clients_types(tokenizer):
-    async with serving(tokenizer, hello, fingerprint="fp_1") as server:
+    async with serving(tokenizer, generate_hello, fingerprint="fp_1") as server:
         fields = {"stream": True, "stream_options": {"include_usage": True}}
         received = chunks(await server.chat(**fields))
         parsed = [

@@ -33,8 +33,8 @@ def test_engine_reports_its_capacity_before_the_first_request(depth):
 
 
 class _IdleTransport(MemoryTransport):
-    """Delivers one message, then none. Each wait for messages takes a second of its
-    clock."""
+    """Delivers one message, then none. Each wait for messages advances `now_s` by a
+    second."""
 
     def __init__(self, first: EngineInput, num_receives: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_prompts_with_different_salts_do_not_wait_for_a_shared_prefix(depth):
 
 
 class _CountingTokens(list[int]):
-    """Token ids that count how many blocks of them are looked up."""
+    """A list of token ids that counts its slices: a lookup of a block takes a slice."""
 
     num_lookups = 0
 
@@ -194,7 +194,7 @@ def test_each_block_of_tokens_is_looked_up_once_while_a_request_waits_and_decode
     assert executor.num_steps > num_steps + 5
     run_until_idle(core)
     assert out.tokens("b") == expected_output([*prompt, 7, 8], 30)
-    # The limit includes one lookup in each round, of the first block that is missing.
+    # The limit allows one lookup of the first missing block in each round.
     assert tokens.num_lookups <= 3 * len(tokens) // 4
     assert_all_blocks_free(core)
 
@@ -237,7 +237,7 @@ def test_usage_counts_hits_lost_before_the_prompt_was_complete_as_recomputed(
     if num_resumed:
         resumed_choices.append(ResumedChoice(outputs[:num_resumed]))
     core.round([add("b", prompt, 8, resumed_choices=resumed_choices)])
-    # Request b now has 8 hits and has computed 4 tokens, or has hits of all tokens.
+    # Request b now has 8 cached and 4 computed tokens, or all its tokens are cached.
     core.finish_steps(0)
     core.scheduler._preempt(core.sequences["b"], Plan(0))
     assert core.scheduler.prefix is not None
@@ -258,8 +258,8 @@ def test_usage_counts_hits_lost_before_the_prompt_was_complete_as_recomputed(
 def test_request_larger_than_the_pool_ends_with_an_error(
     depth, groups, length, max_tokens
 ):
-    """A real engine refuses such a request before. Without the error, the request would
-    preempt itself forever."""
+    """The HTTP process of a server refuses such requests. Without the core's error, the
+    request would preempt itself forever."""
     core, _, out = make_core(depth=depth, groups=groups, num_blocks=6 * groups.count)
     run_until_idle(core, add("a", range(length), max_tokens), add("b", [1, 2], 2))
     (end,) = out.terminals("a")

@@ -33,7 +33,7 @@ from tests.rigs.shadow import (
 TEXTS = ["Anna found a red ball", "Ben lost a blue kite", "Anna found a key"]
 CHOICES = Grammar("choice", json.dumps(TEXTS))
 WORDS = Grammar("regex", "([a-z]{3} ){30}")
-WRONG = Grammar("regex", "[a")
+INVALID = Grammar("regex", "[a")
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def make_core_with(
     return core, out
 
 
-def constrained(
-    request_id: str, grammar: Grammar, max_tokens: int = 40, **members: Any
+def constrained_request(
+    request_id: str, grammar: Grammar, max_tokens: int = 40, **fields: Any
 ) -> AddRequest:
     sampling = SamplingParams(temperature=0.0, grammar=grammar)
     return add(
-        request_id, [1, 2, 3], max_tokens, sampling, stop_token_ids=[2], **members
+        request_id, [1, 2, 3], max_tokens, sampling, stop_token_ids=[2], **fields
     )
 
 
@@ -72,7 +72,7 @@ WITHOUT_GRAMMAR = add("b", [4, 5, 6], 9)
 
 
 def run_all(core: EngineCore, *requests: AddRequest) -> None:
-    """Runs requests to their ends, and checks that no block is left in use."""
+    """Runs requests until they end, and checks that all blocks are then free."""
     run_until_idle(core, *requests)
     assert core.is_idle
     assert_all_blocks_free(core)
@@ -94,15 +94,15 @@ def test_sequences_that_wait_for_grammars_delay_no_other_request(
     core, out = make_core_with(compiler, depth)
     for _ in range(_NUM_COMPILING_THREADS):
         compiler._compiling.submit(unblock.wait)
-    waiting = [constrained(name, CHOICES) for name in ("a", "aborted")]
-    wrong = constrained("failed", WRONG)
-    run_until_idle(core, *waiting, wrong, WITHOUT_GRAMMAR)
+    waiting = [constrained_request(name, CHOICES) for name in ("a", "aborted")]
+    invalid = constrained_request("failed", INVALID)
+    run_until_idle(core, *waiting, invalid, WITHOUT_GRAMMAR)
     assert out.tokens("b") == expected_output([4, 5, 6], 9) and out.tokens("a") == []
     assert out.compiled == []
     core.round([AbortRequest("aborted")])
     core.fail(core.sequences["failed"], LeaseGone("the lease is gone"))
     unblock.set()
-    for grammar in (CHOICES, WRONG):
+    for grammar in (CHOICES, INVALID):
         compiler.compiled(grammar).exception()
     run_all(core)
     assert out.compiled == ["a"], "the HTTP process learns that the grammar is compiled"
@@ -118,14 +118,14 @@ def test_finish_reason_is_stop_only_if_the_grammar_is_complete(
     long = Grammar("regex", "[a-z]{1000}")
     short = Grammar("choice", '["a"]')
     core, out = make_core_with(compiler, depth, long, short)
-    run_all(core, constrained("a", long, 5), constrained("b", short, 1))
+    run_all(core, constrained_request("a", long, 5), constrained_request("b", short, 1))
     assert len(out.tokens("a")) == 5 and out.tokens("b") == tokenizer.encode("a")
     assert [out.terminals(name)[0].finish_reason for name in "ab"] == ["length", "stop"]
 
 
-def test_wrong_grammar_ends_its_request_with_one_error(depth, compiler):
-    core, out = make_core_with(compiler, depth, WRONG)
-    run_all(core, constrained("a", WRONG), WITHOUT_GRAMMAR)
+def test_invalid_grammar_ends_its_request_with_one_error(depth, compiler):
+    core, out = make_core_with(compiler, depth, INVALID)
+    run_all(core, constrained_request("a", INVALID), WITHOUT_GRAMMAR)
     assert_failed(out)
     assert out.tokens("b") == expected_output([4, 5, 6], 9)
 
@@ -137,7 +137,10 @@ def test_requests_may_wait_for_more_grammars_than_the_cache_holds(
     core, out = make_core_with(compiler, depth)
     texts = [f"text {number}" for number in range(40)]
     core.round(
-        [constrained(text, Grammar("choice", json.dumps([text]))) for text in texts]
+        [
+            constrained_request(text, Grammar("choice", json.dumps([text])))
+            for text in texts
+        ]
     )
     for work in list(core.grammars.compiling.values()):
         work.exception()
@@ -147,9 +150,9 @@ def test_requests_may_wait_for_more_grammars_than_the_cache_holds(
 
 
 def test_grammar_does_not_keep_steps_from_being_launched_ahead(compiler):
-    """The forward pass of the next step is launched before the last token is known."""
+    """A step's forward pass is launched before the previous step's token is known."""
     core, out = make_core_with(compiler, 1, WORDS)
-    run_all(core, constrained("a", WORDS, 20), add("b", [4, 5, 6], 20))
+    run_all(core, constrained_request("a", WORDS, 20), add("b", [4, 5, 6], 20))
     assert (len(out.tokens("a")), len(out.tokens("b"))) == (20, 20)
     executor: Any = core.executor
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
@@ -174,7 +177,9 @@ def test_request_that_waits_too_long_for_a_mask_fails_alone(
         monkeypatch.setattr(engine.text.grammar, "_SLOW_MASK_S", -1.0)
     core, out = make_core_with(compiler, depth, WORDS)
     core.grammars.timeout_s = 0.0
-    core.round([constrained("a", WORDS), replace(WITHOUT_GRAMMAR, max_tokens=20)])
+    core.round(
+        [constrained_request("a", WORDS), replace(WITHOUT_GRAMMAR, max_tokens=20)]
+    )
     while not (out.terminals("a") and out.terminals("b")):
         core.round([])
         core.scheduler.check_integrity()

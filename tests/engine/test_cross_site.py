@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engine.test_access import ALICE, IN_OPTIONS, SIDES, front
+from tests.engine.test_access import ALICE, KEY_OPTIONS, SIDES, open_client
 from tests.proxy.fakes import Fake, Rig, answers, decodes
 from tests.rigs.http_server import serving
 
@@ -20,8 +20,8 @@ OTHER_SITE: list[dict[str, str]] = [
     {"origin": "null"},
     {"origin": "http://127.0.0.1:1"},
 ]
-# Content types that a page may send without a CORS preflight, and none.
-SIMPLE: list[dict[str, str]] = [
+# Content types that a page may send without a CORS preflight, and no content type.
+SIMPLE_TYPES: list[dict[str, str]] = [
     {"content-type": "text/plain"},
     {"content-type": "text/plain;charset=UTF-8"},
     {"content-type": "application/x-www-form-urlencoded"},
@@ -29,7 +29,7 @@ SIMPLE: list[dict[str, str]] = [
     {"content-type": "text/plain; application/json"},
     {},
 ]
-JSON: list[dict[str, str]] = [
+JSON_TYPES: list[dict[str, str]] = [
     {"content-type": "application/json"},
     {"content-type": "Application/JSON; charset=utf-8"},
 ]
@@ -55,28 +55,27 @@ async def post(
 async def test_page_of_another_site_is_refused_without_application_json(
     side, tokenizer
 ):
-    async with front(side, tokenizer) as client:
+    async with open_client(side, tokenizer) as client:
         for page in OTHER_SITE:
-            for kind in SIMPLE:
-                answer = await post(client, {**page, **kind})
+            for content_type in SIMPLE_TYPES:
+                answer = await post(client, {**page, **content_type})
                 error = answer.json()["error"]
-                assert answer.status_code == 415, (page, kind, answer.text)
+                assert answer.status_code == 415, (page, content_type, answer.text)
                 assert (
                     error["code"] == "unsupported_media_type" and not error["retryable"]
                 )
                 assert "application/json" in error["message"]
                 assert error["message"].count("the header Content-Type") == 1
-            for kind in JSON:
-                assert (await post(client, {**page, **kind})).status_code == 200, (
-                    page,
-                    kind,
-                )
+            for content_type in JSON_TYPES:
+                assert (
+                    await post(client, {**page, **content_type})
+                ).status_code == 200, (page, content_type)
 
 
 @SIDES
 async def test_no_endpoint_accepts_a_body_of_a_simple_request(side, tokenizer):
     page = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
-    async with front(side, tokenizer) as client:
+    async with open_client(side, tokenizer) as client:
         for path in POSTS:
             assert (await post(client, page, path)).status_code == 415, path
 
@@ -84,7 +83,7 @@ async def test_no_endpoint_accepts_a_body_of_a_simple_request(side, tokenizer):
 @pytest.mark.parametrize("signal", ["sec-fetch-site", "origin", "both", "default port"])
 @SIDES
 async def test_page_of_the_same_origin_is_served(side, signal, tokenizer):
-    async with front(side, tokenizer) as client:
+    async with open_client(side, tokenizer) as client:
         url = client.base_url
         origin = {"origin": f"http://{url.host}:{url.port}"}
         headers = {
@@ -96,20 +95,25 @@ async def test_page_of_the_same_origin_is_served(side, signal, tokenizer):
                 "host": "baton.example:443",
             },
         }[signal]
-        for kind in (*JSON, *SIMPLE):
-            assert (await post(client, {**headers, **kind})).status_code == 200, kind
+        for content_type in (*JSON_TYPES, *SIMPLE_TYPES):
+            assert (
+                await post(client, {**headers, **content_type})
+            ).status_code == 200, content_type
 
 
 @SIDES
-async def test_client_that_is_no_browser_needs_no_content_type(side, tokenizer):
-    async with front(side, tokenizer) as client:
-        for kind in (*JSON, *SIMPLE):  # curl -d sends that of a form
-            assert (await post(client, kind)).status_code == 200, kind
+async def test_client_without_browser_headers_needs_no_content_type(side, tokenizer):
+    async with open_client(side, tokenizer) as client:
+        for content_type in (
+            *JSON_TYPES,
+            *SIMPLE_TYPES,
+        ):  # curl -d sends the content type of a form
+            assert (await post(client, content_type)).status_code == 200, content_type
 
 
 @SIDES
 async def test_key_changes_nothing_for_a_page_of_another_site(side, tokenizer):
-    async with front(side, tokenizer, **IN_OPTIONS) as client:
+    async with open_client(side, tokenizer, **KEY_OPTIONS) as client:
         page = {**OTHER_SITE[0], "content-type": "text/plain", "x-api-key": ALICE}
         assert (await post(client, page)).status_code == 415
 
@@ -119,7 +123,7 @@ async def test_only_named_origins_pass_the_preflight(side, tokenizer):
     preflight = {"access-control-request-method": "POST"}
     preflight["access-control-request-headers"] = "content-type"
     options: dict[str, Any] = {"cors_origin": ("http://page:1",)}
-    async with front(side, tokenizer, **options) as client:
+    async with open_client(side, tokenizer, **options) as client:
         path = "/v1/completions"
         allowed = await client.options(
             path, headers={"origin": "http://page:1", **preflight}
@@ -130,9 +134,8 @@ async def test_only_named_origins_pass_the_preflight(side, tokenizer):
         )
         assert other.status_code == 400
         assert "access-control-allow-origin" not in other.headers
-    async with front(
-        side, tokenizer
-    ) as client:  # no preflight is answered unless a page is named
+    # Without cors_origin, no preflight is answered.
+    async with open_client(side, tokenizer) as client:
         other = await client.options(
             path, headers={"origin": "http://page:1", **preflight}
         )
@@ -141,13 +144,14 @@ async def test_only_named_origins_pass_the_preflight(side, tokenizer):
 
 
 async def test_operators_paths_are_closed_to_pages_of_other_sites(tokenizer):
-    """A browser marks them, although it sends no Origin with a GET."""
+    """A browser marks such requests with Sec-Fetch-Site, although it sends no Origin
+    with a GET."""
     page = {"sec-fetch-site": "cross-site"}
-    kind = {"content-type": "application/json"}
+    content_type = {"content-type": "application/json"}
     async with serving(tokenizer) as server:
         for path in ("/drain", "/migrate"):
             answer = await server.http.post(
-                path, json={"requests": 1}, headers={**page, **kind}
+                path, json={"requests": 1}, headers={**page, **content_type}
             )
             assert answer.status_code == 403, path
     async with Rig(decode=[Fake(answers(200, {}))]) as rig:
@@ -156,7 +160,7 @@ async def test_operators_paths_are_closed_to_pages_of_other_sites(tokenizer):
 
 
 async def test_proxy_page_reaches_its_endpoints():
-    """Its scripts reach the endpoints; the page itself may be opened from any site."""
+    """The page's scripts reach the endpoints, and any site may link to the page."""
     async with Rig(decode=[Fake(decodes)]) as rig:
         from_link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
         assert (await rig.client.get("/", headers=from_link)).status_code == 200

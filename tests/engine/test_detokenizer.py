@@ -55,12 +55,12 @@ TOKEN_BYTES = [bytes([byte]) for byte in range(256)] + [
 ]
 
 
-def run(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str:
+def detokenize(detokenizer: ByteDetokenizer | WindowDetokenizer, ids: list[int]) -> str:
     return "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
 
 
 def ids_of(text: str) -> list[int]:
-    """Return the ids of `text`: byte tokens if there are any, else characters."""
+    """Return the ids of `text`. Characters without a token become byte tokens."""
     ids = []
     for char in text:
         if char in PIECES:
@@ -79,15 +79,18 @@ def test_bytes_are_decoded_like_the_whole_text(ids):
     expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode(
         "utf-8", "replace"
     )
-    assert run(ByteDetokenizer(TOKEN_BYTES, frozenset([256])), ids) == expected
+    assert detokenize(ByteDetokenizer(TOKEN_BYTES, frozenset([256])), ids) == expected
 
 
 TEXTS = ["<s>", "▁he", "llo", "▁", "€", "🙂", "é", "▁wörld", "a", "\n"]
-WHOLE = ["▁he", "llo", "▁", "▁wörld", "a"]  # the tokens of a prompt
+PROMPT_PIECES = ["▁he", "llo", "▁", "▁wörld", "a"]  # the tokens of a prompt
 
 
 @examples(200)
-@given(st.lists(st.sampled_from(WHOLE), max_size=12), st.lists(st.sampled_from(TEXTS)))
+@given(
+    st.lists(st.sampled_from(PROMPT_PIECES), max_size=12),
+    st.lists(st.sampled_from(TEXTS)),
+)
 def test_windows_are_decoded_like_the_whole_text_and_join_the_prompt(prompt, texts):
     before = [PIECES.index(text) for text in prompt]
     ids = [
@@ -95,7 +98,7 @@ def test_windows_are_decoded_like_the_whole_text_and_join_the_prompt(prompt, tex
         for text in texts
         for i in ([PIECES.index(text)] if text in PIECES else ids_of(text))
     ]
-    text = run(create_detokenizer(TOKENIZER, before), ids)
+    text = detokenize(create_detokenizer(TOKENIZER, before), ids)
     assert TOKENIZER.decode(before) + text == TOKENIZER.decode(before + ids)
 
 
@@ -108,38 +111,43 @@ def test_windows_are_decoded_like_the_whole_text_and_join_the_prompt(prompt, tex
     st.lists(st.sampled_from([0x41, 0x82, 0xA9, 0xAC, 0xF0, 0x9F, 0x99, 0x82, 256])),
 )
 def test_echo_and_an_output_join_to_the_text_of_all_bytes(prompt, output):
-    everything = bytes(i for i in [*prompt, *output] if i != 256).decode(
+    whole_text = bytes(i for i in [*prompt, *output] if i != 256).decode(
         "utf-8", "replace"
     )
-    echoing = create_detokenizer(Bytes(), prompt, echoes_prompt=True)
+    echoing = create_detokenizer(ByteTokenizer(), prompt, echoes_prompt=True)
     text, offsets = echoing.echo(prompt)
-    assert text + run(echoing, output) == everything
+    assert text + detokenize(echoing, output) == whole_text
     assert offsets == sorted(offsets) and len(offsets) == len(prompt)
-    single = run(create_detokenizer(Bytes(), prompt), output)
-    assert everything.removeprefix(text) in (single, f"\ufffd{single}")
+    single = detokenize(create_detokenizer(ByteTokenizer(), prompt), output)
+    assert whole_text.removeprefix(text) in (single, f"\ufffd{single}")
 
 
-BYTES = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
+BYTE_IDS = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
 
 
 @examples(200)
 @given(
-    st.lists(st.sampled_from([0, *map(PIECES.index, WHOLE), *BYTES]), max_size=12),
-    st.lists(st.sampled_from([0, *map(PIECES.index, WHOLE), *BYTES]), max_size=12),
+    st.lists(
+        st.sampled_from([0, *map(PIECES.index, PROMPT_PIECES), *BYTE_IDS]), max_size=12
+    ),
+    st.lists(
+        st.sampled_from([0, *map(PIECES.index, PROMPT_PIECES), *BYTE_IDS]), max_size=12
+    ),
 )
 def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
-    """Two things may differ: the space after a special token, where decoders start a
-    new text, and the number of U+FFFD for invalid bytes.
+    """Two parts of the joined text may differ from the decoded text: the space after a
+    special token, where decoders start a new text, and the number of U+FFFD for invalid
+    bytes.
     """
     echoing = create_detokenizer(TOKENIZER, prompt, echoes_prompt=True)
     text, offsets = echoing.echo(prompt)
-    joined = text + run(echoing, output)
+    joined = text + detokenize(echoing, output)
     expected = TOKENIZER.decode(prompt + output)
-    shown = [
-        re.sub(" |\ufffd+", lambda m: m[0][:1].strip(), one)
-        for one in (joined, expected)
+    normalised = [
+        re.sub(" |\ufffd+", lambda match: match[0][:1].strip(), text)
+        for text in (joined, expected)
     ]
-    assert shown[0] == shown[1]
+    assert normalised[0] == normalised[1]
     assert offsets == sorted(offsets) and len(offsets) == len(prompt)
 
 
@@ -149,7 +157,7 @@ def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
         # A character is returned once it is complete.
         (ids_of("a€b"), ["a", "", "", "€", "b"], ""),
         (ids_of("a€")[:-1], ["a", "", ""], "\N{REPLACEMENT CHARACTER}"),
-        # Invalid bytes are returned at last, and the character behind them is complete.
+        # Invalid bytes are returned late, and then the character after them.
         ([9] * 7 + [10, 10], [""] * 7 + ["\ufffd" * 6, "\u2082"], ""),
         ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
     ],
@@ -161,8 +169,8 @@ def test_text_that_each_token_adds(ids, pushed, rest):
     assert [detokenizer.flush(), detokenizer.flush()] == [rest, ""]
 
 
-def test_after_a_special_token_a_text_begins_anew():
-    assert run(create_detokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
+def test_text_after_a_special_token_starts_anew():
+    assert detokenize(create_detokenizer(TOKENIZER, [3, 0]), [2, 3]) == "hello"
 
 
 def test_endless_invalid_bytes_are_emitted():
@@ -173,20 +181,22 @@ def test_endless_invalid_bytes_are_emitted():
 
 def test_special_tokens_are_text_where_requested():
     detokenizer = create_detokenizer(TOKENIZER, skip_special_tokens=False)
-    assert run(detokenizer, [2, 0, 2]) == "he<s> he"
-    raw = create_detokenizer(Bytes(), skip_special_tokens=False)
-    assert run(raw, [0x41, 256, 0x42]) == "A<end>B"
-    some = create_detokenizer(TOKENIZER, [3], visible_tags=["<s>", "none such"])
-    assert run(some, [2, 10, 0, 2]) == " he\ufffd<s>he", (
+    assert detokenize(detokenizer, [2, 0, 2]) == "he<s> he"
+    raw = create_detokenizer(ByteTokenizer(), skip_special_tokens=False)
+    assert detokenize(raw, [0x41, 256, 0x42]) == "A<end>B"
+    tagged = create_detokenizer(TOKENIZER, [3], visible_tags=["<s>", "none such"])
+    assert detokenize(tagged, [2, 10, 0, 2]) == " he\ufffd<s>he", (
         "decoders start a new text after a special token"
     )
     assert (
-        run(create_detokenizer(Bytes(), visible_tags=["<end>"]), [0x41, 256])
+        detokenize(
+            create_detokenizer(ByteTokenizer(), visible_tags=["<end>"]), [0x41, 256]
+        )
         == "A<end>"
     )
 
 
-class Bytes:
+class ByteTokenizer:
     """A byte-level vocabulary with one special token."""
 
     special_ids = frozenset([256])
@@ -206,7 +216,8 @@ def test_id_beyond_the_vocabulary_has_no_text():
 
 @functools.cache
 def expected_cut(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
-    """Return the text before the first complete stop string: a simple reference."""
+    """A simple reference: return the text before the first complete stop string, and
+    whether there is one."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

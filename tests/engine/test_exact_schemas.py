@@ -14,7 +14,7 @@ from engine.text.grammar_compile import make_matcher, try_grammar
 from protocol.messages import Grammar
 from tests.engine.test_schema_numbers import _EDGES
 
-BYTES = LLTokenizer("byte")
+BYTE_TOKENIZER = LLTokenizer("byte")
 IDS = [1234567890123456789, 1175928847299117063]
 INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
 UINT64 = {"minimum": 0, "maximum": 2**64 - 1}
@@ -22,27 +22,27 @@ FLOAT32 = {"minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}
 FLOAT64 = {"minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}
 
 
-def of(schema: Any) -> Grammar:
+def grammar_of(schema: Any) -> Grammar:
     return Grammar(
         "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
     )
 
 
 def matches(grammar: Grammar, text: str) -> bool:
-    matcher = make_matcher(BYTES, grammar)
+    matcher = make_matcher(BYTE_TOKENIZER, grammar)
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
-def draw(grammar: Grammar, rng: random.Random, limit: int = 400) -> str | None:
+def draw_text(grammar: Grammar, rng: random.Random, limit: int = 400) -> str | None:
     """Return a random text that the masks allow; None if it became too long."""
-    matcher = make_matcher(BYTES, grammar)
+    matcher = make_matcher(BYTE_TOKENIZER, grammar)
     drawn = bytearray()
     while not matcher.is_stopped() and len(drawn) < 4 * limit:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
         assert allowed and not matcher.is_error(), f"dead end after {drawn!r}"
-        can_end = BYTES.eos_token in allowed
+        can_end = BYTE_TOKENIZER.eos_token in allowed
         allowed = [token for token in allowed if token < 256]
         if can_end and (not allowed or len(drawn) > limit or rng.random() < 0.4):
             break
@@ -58,17 +58,17 @@ def draw(grammar: Grammar, rng: random.Random, limit: int = 400) -> str | None:
     return drawn.decode() if matcher.is_accepting() else None
 
 
-def as_written(text: str) -> Any:
+def parse_exactly(text: str) -> Any:
     """Return a JSON value with exact decimals, except for decimals with an exponent."""
 
-    def as_number(one: str) -> float | Decimal:
-        return float(one) if "e" in one.lower() else Decimal(one)
+    def as_number(digits: str) -> float | Decimal:
+        return float(digits) if "e" in digits.lower() else Decimal(digits)
 
     return json.loads(text, parse_float=as_number)
 
 
 @pytest.mark.parametrize(
-    ("schema", "right", "wrong"),
+    ("schema", "valid", "invalid"),
     [
         ({"type": "integer", "enum": IDS}, [*map(str, IDS)],
          ["1234567890123456768", "1"]),
@@ -118,10 +118,10 @@ def as_written(text: str) -> Any:
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else None,
 )  # fmt: skip
-def test_only_the_exact_numbers_match(schema, right, wrong):
-    assert try_grammar(BYTES, of(schema)).mistake is None
-    assert [text for text in right if not matches(of(schema), text)] == []
-    assert [text for text in wrong if matches(of(schema), text)] == []
+def test_only_the_exact_numbers_match(schema, valid, invalid):
+    assert try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake is None
+    assert [text for text in valid if not matches(grammar_of(schema), text)] == []
+    assert [text for text in invalid if matches(grammar_of(schema), text)] == []
 
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
@@ -132,7 +132,7 @@ def test_bounds_of_machine_types_are_enforced(kind, bounds):
         "properties": {"x": {"type": kind, **bounds}},
         "required": ["x"],
     }
-    assert try_grammar(BYTES, of(schema)).mistake is None
+    assert try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake is None
     last = int(Decimal(repr(bounds["maximum"])))
     beyond = last * 10
     for number, expected in (
@@ -142,7 +142,7 @@ def test_bounds_of_machine_types_are_enforced(kind, bounds):
         (-beyond, False),
     ):
         if kind == "integer" or abs(number) < 2**64:
-            assert matches(of(schema), json.dumps({"x": number})) == expected
+            assert matches(grammar_of(schema), json.dumps({"x": number})) == expected
 
 
 def _random_number(rng: random.Random) -> int:
@@ -154,14 +154,14 @@ def _random_number(rng: random.Random) -> int:
 def _random_scalar(rng: random.Random) -> dict[str, Any]:
     match rng.randrange(4):
         case 0:
-            several = [
+            values = [
                 _random_number(rng),
                 "x",
                 None,
                 {"a": _random_number(rng)},
                 [1.5, 2**60 + 1],
             ]
-            return {"enum": rng.sample(several, rng.randint(1, 4))}
+            return {"enum": rng.sample(values, rng.randint(1, 4))}
         case 1:
             return {
                 "const": rng.choice(
@@ -194,10 +194,10 @@ def _random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
                 "minItems": minimum,
             }
             if rng.random() < 0.5:
-                begin = [
+                prefix_items = [
                     _random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))
                 ]
-                schema["prefixItems"] = begin
+                schema["prefixItems"] = prefix_items
             return schema | (
                 {"maxItems": minimum + rng.randint(0, 3)} if rng.random() < 0.7 else {}
             )
@@ -224,12 +224,14 @@ def test_texts_allowed_by_masks_validate(seed):
     num_drawn = 0
     for _ in range(40):
         schema = {**_random_schema(rng), "$defs": {"shared": _random_scalar(rng)}}
-        if try_grammar(BYTES, of(schema)).mistake is not None:
+        if try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake is not None:
             continue
         for _ in range(2):
-            if (text := draw(of(schema), rng)) is not None:
+            if (text := draw_text(grammar_of(schema), rng)) is not None:
                 with localcontext(Context(prec=2000)):
-                    jsonschema.Draft202012Validator(schema).validate(as_written(text))
+                    jsonschema.Draft202012Validator(schema).validate(
+                        parse_exactly(text)
+                    )
                 num_drawn += 1
     assert num_drawn > 30
 
@@ -244,11 +246,11 @@ def test_calls_and_reasoning_around_exact_schemas():
         calls = Grammar(
             "calls", json.dumps({"tools": tools, "is_parallel": is_parallel})
         )
-        one = f'{{"name": "look_up", "parameters": {{"id": {IDS[0]}}}}}'
-        assert matches(calls, f"[{one}]")
-        both = f'[{one}, {{"name": "f", "parameters": {{}}}}]'
-        assert matches(calls, both) is is_parallel
-        assert not matches(calls, f"[{one.replace('789}', '768}')}]")
+        call = f'{{"name": "look_up", "parameters": {{"id": {IDS[0]}}}}}'
+        assert matches(calls, f"[{call}]")
+        two_calls = f'[{call}, {{"name": "f", "parameters": {{}}}}]'
+        assert matches(calls, two_calls) is is_parallel
+        assert not matches(calls, f"[{call.replace('789}', '768}')}]")
     thinking = Grammar("json_schema", json.dumps(schema), reasoning="open")
     assert matches(thinking, f'hm</think>\n{{"id": {IDS[1]}}}')
     assert not matches(thinking, f'hm</think>\n{{"id": {IDS[1] + 1}}}')
@@ -267,7 +269,7 @@ def test_calls_and_reasoning_around_exact_schemas():
     ],
 )  # fmt: skip
 def test_inexact_numbers_are_refused_by_path(schema, path):
-    mistake = try_grammar(BYTES, of(schema)).mistake
+    mistake = try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake
     assert mistake is not None and f"{path}`" in mistake
 
 
@@ -277,6 +279,6 @@ def test_schemas_within_a_grammar_are_exact_or_refused():
         Grammar("grammar", 'start: %json {"type": "string", "format": "byte"}'), '"a"'
     )
     mistake = try_grammar(
-        BYTES, Grammar("grammar", f'start: "a" %json {{"const": {IDS[0]}}}')
+        BYTE_TOKENIZER, Grammar("grammar", f'start: "a" %json {{"const": {IDS[0]}}}')
     ).mistake
     assert mistake is not None and "structured_outputs.json" in mistake

@@ -29,8 +29,9 @@ from tests.rigs.shadow import (
 BAD_SEED = 666
 
 
-class Failing(ShadowExecutor):
-    """Fails to launch a draw for a bad request with `length` or more context tokens."""
+class FailingExecutor(ShadowExecutor):
+    """Fails to launch steps that draw a token for the bad request, if the request has
+    `length` or more context tokens."""
 
     def __init__(self, depth: int, length: int) -> None:
         super().__init__(32, 4, depth)
@@ -52,8 +53,8 @@ def assert_internal_error(out: MemoryTransport, request_id: str) -> None:
 
 @pytest.mark.parametrize("length", [0, 9])
 def test_failed_launch_of_a_step_fails_only_the_bad_request(depth, length):
-    core, _, out = make_core(executor=Failing(depth, length))
-    # Each token must be counted exactly once, despite the failed launch.
+    core, _, out = make_core(executor=FailingExecutor(depth, length))
+    # With these penalties, the output changes if a token is not counted exactly once.
     penalties = SamplingParams(presence_penalty=0.5, repetition_penalty=1.2)
     bad = add("x", [4, 5, 6, 7, 8], 12, SamplingParams(seed=BAD_SEED), num_choices=2)
     core.round([add("a", [1, 2, 3], 12, penalties)])
@@ -65,30 +66,30 @@ def test_failed_launch_of_a_step_fails_only_the_bad_request(depth, length):
 
 
 def test_missing_memory_for_masks_fails_only_the_draw(monkeypatch):
-    stage = WarmUpSizes(
+    sizes = WarmUpSizes(
         num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1
     )
-    step = replace_in(stage.step([5]), is_masked=True)
+    step = replace_in(sizes.step([5]), is_masked=True)
     masks = np.full((1, 16), -1, np.int32)
 
-    def lacks(*_: Any) -> Any:
+    def raise_out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 2 MiB")
 
-    with ranks(1) as one:
-        one.allocate(8, 4)
-        expected = one.launch(step)
+    with ranks(1) as executor:
+        executor.allocate(8, 4)
+        expected = executor.launch(step)
         expected.draw(masks)
         with monkeypatch.context() as patch:
-            patch.setattr("engine.worker.runner.sample", lacks)
+            patch.setattr("engine.worker.runner.sample", raise_out_of_memory)
             with pytest.raises(StepFailed, match="OutOfMemoryError: Tried to allocate"):
-                one.launch(step).draw(masks)
-        again = one.launch(step)
+                executor.launch(step).draw(masks)
+        again = executor.launch(step)
         again.draw(masks)
         assert again.result().token_ids == expected.result().token_ids
 
 
-class _Role(KVConnector):
-    """Fails when a request ends."""
+class _FailingConnector(KVConnector):
+    """A connector that fails when request x ends."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -104,14 +105,18 @@ def test_error_in_a_plan_or_at_a_requests_end_fails_only_that_request(
 ):
     plan = ShapeBook.plan
 
-    def fails(self: ShapeBook, drawing: list[Sequence], positions: list[int]) -> Any:
+    def plan_or_fail(
+        self: ShapeBook, drawing: list[Sequence], positions: list[int]
+    ) -> Any:
         if any(sequence.request_id == "x" for sequence in drawing):
-            raise IndexError("of its own state")
+            raise IndexError("the request's state is invalid")
         return plan(self, drawing, positions)
 
     if not is_planned:
-        monkeypatch.setattr(ShapeBook, "plan", fails)
-    core, _, out = make_core(depth=depth, role=_Role(ValueError("no such reference")))
+        monkeypatch.setattr(ShapeBook, "plan", plan_or_fail)
+    core, _, out = make_core(
+        depth=depth, role=_FailingConnector(ValueError("no such reference"))
+    )
     run_until_idle(core, add("a", [1, 2, 3], 8), add("x", [4] * 6, 3), add("b", [5], 8))
     assert_internal_error(out, "x")
     assert out.tokens("a") == expected_output([1, 2, 3], 8)
@@ -119,9 +124,9 @@ def test_error_in_a_plan_or_at_a_requests_end_fails_only_that_request(
     assert_all_blocks_free(core)
 
 
-@pytest.mark.parametrize("error", [BlockStateError("books"), AssertionError("ours")])
+@pytest.mark.parametrize("error", [BlockStateError("used"), AssertionError("wrong")])
 def test_accounting_error_ends_the_engine(error):
-    core, _, _ = make_core(role=_Role(error))
+    core, _, _ = make_core(role=_FailingConnector(error))
     core.round([add("x", [4] * 6, 3)])
     with pytest.raises(type(error)):
         run_until_idle(core)

@@ -1,4 +1,6 @@
-"""Fields, paths and names of other servers work at the proxy and at a server."""
+"""Names of fields and paths of other inference servers work at the proxy and at a
+server of Baton.
+"""
 
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from engine.text.tokenizer import Tokenizer
 from protocol.messages import Grammar
 from protocol.version import VERSION
-from tests.engine.test_access import SIDES, front
+from tests.engine.test_access import SIDES, open_client
 from tests.proxy.fakes import Fake, Rig, decodes
 from tests.rigs.http_server import chunks, serving, serving_4k, text_script
 
@@ -17,7 +19,7 @@ COMPLETIONS, CHAT, RESPONSES = (
     "/v1/chat/completions",
     "/v1/responses",
 )
-ALL = (COMPLETIONS, CHAT, RESPONSES)
+ALL_PATHS = (COMPLETIONS, CHAT, RESPONSES)
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
@@ -35,7 +37,7 @@ async def send(http: httpx.AsyncClient, path: str, **fields: Any) -> httpx.Respo
 
 @SIDES
 async def test_version_is_reported(side: str, tokenizer: Tokenizer) -> None:
-    async with front(side, tokenizer) as client:
+    async with open_client(side, tokenizer) as client:
         answer = await client.get("/version")
         assert (answer.status_code, answer.json()) == (200, {"version": VERSION})
         assert (await client.head("/version")).status_code == 200
@@ -44,17 +46,17 @@ async def test_version_is_reported(side: str, tokenizer: Tokenizer) -> None:
 
 async def test_model_card_has_the_same_root_at_proxy_and_server(tokenizer):
     async with serving(tokenizer) as server:
-        reported = (await server.http.get("/v1/models")).json()["data"][0]
+        server_card = (await server.http.get("/v1/models")).json()["data"][0]
     async with Rig(decode=[Fake(decodes, details={"model": "m"})]) as rig:
-        proxied = (await rig.client.get("/v1/models/m")).json()
-    for card in (reported, proxied):
+        proxy_card = (await rig.client.get("/v1/models/m")).json()
+    for card in (server_card, proxy_card):
         assert (card["id"], card["root"], card["parent"]) == ("m", "m", None)
 
 
 GBNF = 'root ::= "a" | "b"'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _SCHEMA_TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
-NAMES: list[tuple[dict[str, Any], Grammar]] = [
+GRAMMAR_FIELDS: list[tuple[dict[str, Any], Grammar]] = [
     ({"ebnf": GBNF}, Grammar("grammar", GBNF)),
     ({"grammar": GBNF}, Grammar("grammar", GBNF)),
     ({"regex": "a+"}, Grammar("regex", "a+")),
@@ -68,13 +70,13 @@ NAMES: list[tuple[dict[str, Any], Grammar]] = [
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_grammars_have_the_names_that_other_servers_give_them(path, tokenizer):
+async def test_grammar_fields_of_other_servers_are_accepted(path, tokenizer):
     async with serving(tokenizer, text_script(tokenizer, "a")) as server:
-        for fields, grammar in NAMES:
+        for fields, grammar in GRAMMAR_FIELDS:
             answer = await send(server.http, path, **fields)
             assert answer.status_code == 200, answer.text
             assert server.engine.added[-1].sampling.grammar == grammar
-        for fields, _ in NAMES[:5]:
+        for fields, _ in GRAMMAR_FIELDS[:5]:
             answer = await send(server.http, path, guided_regex="b", **fields)
             assert answer.status_code == 400 and "both set" in answer.text
         for kind in ("text", "json_schema"):
@@ -89,29 +91,29 @@ async def test_grammars_have_the_names_that_other_servers_give_them(path, tokeni
 
 # -- request_id ------------------------------------------------------------------------
 
-PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
+ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
 
 
-@pytest.mark.parametrize("path", ALL)
-async def test_request_id_is_only_that_of_its_answer(path, tokenizer):
+@pytest.mark.parametrize("path", ALL_PATHS)
+async def test_request_id_sets_only_the_id_of_the_answer(path, tokenizer):
     async with serving_4k(tokenizer, text_script(tokenizer, "ok")) as server:
         answers = [await send(server.http, path, request_id="mine-1") for _ in range(2)]
         for answer in answers:
-            assert answer.json()["id"] == PREFIXES[path] + "mine-1"
+            assert answer.json()["id"] == ID_PREFIXES[path] + "mine-1"
             assert answer.headers["x-request-id"] != "mine-1"
         first, second = server.engine.added
         assert "mine" not in first.request_id and first.request_id != second.request_id
-        if path == RESPONSES:  # nor do the ids of items repeat in a conversation
+        if path == RESPONSES:  # ids of items must not repeat in a conversation
             items = [answer.json()["output"][0]["id"] for answer in answers]
             assert items[0] != items[1]
         else:
             streamed = chunks(
                 await send(server.http, path, request_id="mine-1", stream=True)
             )
-            assert {chunk["id"] for chunk in streamed} == {PREFIXES[path] + "mine-1"}
+            assert {chunk["id"] for chunk in streamed} == {ID_PREFIXES[path] + "mine-1"}
 
 
-@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("path", ALL_PATHS)
 async def test_request_id_is_short_and_visible(path, tokenizer):
     async with serving_4k(tokenizer) as server:
         for wrong in ("", "a b", "a\n", "ü", "x" * 129, 7):

@@ -1,7 +1,7 @@
 """The sampling digest covers everything that the first token depends on.
 
-The tests draw first tokens as an engine does: with the book, the shaper, grammar masks
-and the sampler, over random logits.
+The tests draw first tokens from random logits as an engine does, with ShapeBook,
+LogitShaper, grammar masks and the sampler.
 """
 
 from typing import Any
@@ -25,12 +25,13 @@ from tests.rigs.shadow import add, masks_of
 _VOCAB = 512
 _ROWS = 24
 _PROMPT = [5, 300, 7]
-_END = 2  # of sequence, in the tests' models
+_END = 2  # the end-of-sequence token of the test models
 _SCALES = torch.linspace(0.5, 6.0, _ROWS)[:, None]
 _LOGITS = _SCALES * torch.randn(
     _ROWS, _VOCAB, generator=torch.Generator().manual_seed(3)
 )
-_LOGITS[:, [_END, 5, 9]] += 2 * _SCALES  # so that bans, penalties and biases meet them
+# Makes these tokens likely, so that bans, penalties and biases of them change draws.
+_LOGITS[:, [_END, 5, 9]] += 2 * _SCALES
 _LOGITS[:, 4] -= 3 * _SCALES.squeeze(1)
 _OPTIONS: dict[str, list[Any]] = {
     "temperature": [0.0, 0.7, 0.7 + 1e-12, 1.5],
@@ -47,7 +48,7 @@ _OPTIONS: dict[str, list[Any]] = {
 }
 _STOPS = [[], [_END], [_END, _END, 9], [9, _END]]
 _params = st.fixed_dictionaries(
-    {name: st.sampled_from(some) for name, some in _OPTIONS.items()}
+    {name: st.sampled_from(values) for name, values in _OPTIONS.items()}
 )
 
 
@@ -57,7 +58,7 @@ def _first_tokens(
     stop: list[int],
     max_tokens: int = 9,
 ) -> list[int]:
-    """Drawn from each row of logits, with a seed of its own."""
+    """Returns a token drawn from each row of logits. Each row has its own seed."""
     rows = []
     for seed in range(_ROWS):
         sampling = SamplingParams(seed=seed, **params)
@@ -83,26 +84,27 @@ def _digest(params: dict[str, Any], stop: list[int]) -> str:
 
 
 @given(
-    one=_params,
+    params=_params,
     changed=_params,
     stops=st.tuples(*[st.sampled_from(_STOPS)] * 2),
     data=st.data(),
 )
 @examples(150)
 def test_property_equal_digests_mean_equal_first_tokens(
-    compiler, one, changed, stops, data
+    compiler, params, changed, stops, data
 ):
-    names = data.draw(st.sets(st.sampled_from(sorted(one)), max_size=3))
-    other = {**one, **{name: changed[name] for name in names}}
-    if _digest(one, stops[0]) == _digest(other, stops[1]):
-        drawn = _first_tokens(compiler, one, stops[0], max_tokens=1)
-        assert drawn == _first_tokens(compiler, other, stops[1])
+    names = data.draw(st.sets(st.sampled_from(sorted(params)), max_size=3))
+    other_params = {**params, **{name: changed[name] for name in names}}
+    if _digest(params, stops[0]) == _digest(other_params, stops[1]):
+        drawn = _first_tokens(compiler, params, stops[0], max_tokens=1)
+        assert drawn == _first_tokens(compiler, other_params, stops[1])
 
 
-_PLAIN = {name: some[0] for name, some in _OPTIONS.items()}
+_PLAIN = {name: values[0] for name, values in _OPTIONS.items()}
 _WARM = {**_PLAIN, "temperature": 1.5}
 _LETTERS = {**_WARM, "grammar": Grammar("regex", "[a-z0-9]*")}
-_ENDS, _BANNED = ([_END], [_END]), {**_PLAIN, "min_tokens": 1}
+_ENDS = ([_END], [_END])
+_BANNED = {**_PLAIN, "min_tokens": 1}
 _Pairs = dict[str, tuple[dict[str, Any], dict[str, Any], tuple[list[int], list[int]]]]
 _CHANGES: _Pairs = {
     "temperature": (_PLAIN, _WARM, _ENDS),
@@ -113,8 +115,8 @@ _CHANGES: _Pairs = {
     "repetition_penalty": (_PLAIN, {**_PLAIN, "repetition_penalty": 3.0}, _ENDS),
     "logit_bias": (_PLAIN, {**_PLAIN, "logit_bias": {9: -50.0}}, _ENDS),
     "min_tokens, as some routers set it": (_PLAIN, _BANNED, _ENDS),
-    "the ends that min_tokens bans": (_BANNED, _BANNED, ([_END], [_END, 9])),
-    "the ends that a grammar allows": (_LETTERS, _LETTERS, ([_END], [])),
+    "stop tokens that min_tokens bans": (_BANNED, _BANNED, ([_END], [_END, 9])),
+    "stop tokens that a grammar allows": (_LETTERS, _LETTERS, ([_END], [])),
     "grammar": (_PLAIN, {**_PLAIN, "grammar": Grammar("regex", "[A-Z]+")}, _ENDS),
     "a grammar's text": (
         _LETTERS,
@@ -126,26 +128,30 @@ _CHANGES: _Pairs = {
 
 @pytest.mark.parametrize("name", _CHANGES)
 def test_fields_that_change_the_first_token_change_the_digest(compiler, name):
-    one, other, stops = _CHANGES[name]
+    params, other_params, stops = _CHANGES[name]
     drawn = [
-        _first_tokens(compiler, one, stops[0]),
-        _first_tokens(compiler, other, stops[1]),
+        _first_tokens(compiler, params, stops[0]),
+        _first_tokens(compiler, other_params, stops[1]),
     ]
     assert drawn[0] != drawn[1]
-    assert _digest(one, stops[0]) != _digest(other, stops[1])
+    assert _digest(params, stops[0]) != _digest(other_params, stops[1])
 
 
-_COLD = {**_PLAIN, "top_p": 0.6, "top_k": 3, "min_p": 0.2}
-_OF_OUTPUTS = {"presence_penalty": 1.5, "frequency_penalty": -1.5}
+_LIMITED = {**_PLAIN, "top_p": 0.6, "top_k": 3, "min_p": 0.2}
+_OUTPUT_PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": -1.5}
 _NEUTRAL: _Pairs = {
-    "what shapes a distribution, where the draw is greedy": (_PLAIN, _COLD, _ENDS),
-    "penalties on outputs": (_PLAIN, {**_PLAIN, **_OF_OUTPUTS}, _ENDS),
-    "a bias of nothing": (_PLAIN, {**_PLAIN, "logit_bias": {9: 0.0}}, _ENDS),
-    "how long ends are banned": (_BANNED, {**_PLAIN, "min_tokens": 4}, _ENDS),
-    "a ban of nothing": (_PLAIN, _BANNED, ([], [])),
-    "ends that nothing bans": (_PLAIN, _PLAIN, ([_END], [9])),
-    "ends in another order": (_BANNED, _BANNED, ([_END, 9, 9], [9, _END])),
-    "a number as another language prints it": (
+    "limits of the distribution, if the draw is greedy": (_PLAIN, _LIMITED, _ENDS),
+    "penalties on outputs": (_PLAIN, {**_PLAIN, **_OUTPUT_PENALTIES}, _ENDS),
+    "a bias of 0": (_PLAIN, {**_PLAIN, "logit_bias": {9: 0.0}}, _ENDS),
+    "the number of tokens for which stop tokens are banned": (
+        _BANNED,
+        {**_PLAIN, "min_tokens": 4},
+        _ENDS,
+    ),
+    "min_tokens without stop tokens": (_PLAIN, _BANNED, ([], [])),
+    "stop tokens that nothing bans": (_PLAIN, _PLAIN, ([_END], [9])),
+    "stop tokens in another order": (_BANNED, _BANNED, ([_END, 9, 9], [9, _END])),
+    "a number that another language has rounded": (
         _WARM,
         {**_WARM, "temperature": 1.5 + 1e-12},
         _ENDS,
@@ -156,7 +162,7 @@ _NEUTRAL: _Pairs = {
 
 @pytest.mark.parametrize("name", _NEUTRAL)
 def test_fields_that_cannot_change_the_first_token_keep_the_digest(name):
-    one, other, stops = _NEUTRAL[name]
-    assert _digest(one, stops[0]) == _digest(
-        {**other, "seed": 5, "choice_index": 1}, stops[1]
+    params, other_params, stops = _NEUTRAL[name]
+    assert _digest(params, stops[0]) == _digest(
+        {**other_params, "seed": 5, "choice_index": 1}, stops[1]
     )

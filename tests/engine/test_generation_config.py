@@ -14,9 +14,9 @@ from protocol.openai.sampling import GenerationConfig
 from tests.engine.test_tokenizer import write_byte_level
 from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 
-ROOMY = replace(READY, vocab_size=4096)
+LARGE_VOCABULARY = replace(READY, vocab_size=4096)
 
-FILE = {
+FILE_CONTENT = {
     "eos_token_id": 2,
     "do_sample": True,
     "temperature": 0.6,
@@ -29,20 +29,22 @@ FILE = {
 }
 
 
-def read(folder: Path, content: Any) -> GenerationConfig:
+def write_and_read(folder: Path, content: Any) -> GenerationConfig:
     (folder / "generation_config.json").write_text(json.dumps(content))
     return read_generation_config(folder)
 
 
 def test_generation_config_sets_defaults_of_request_fields(tmp_path):
     assert read_generation_config(tmp_path).model_fields_set == set()
-    given = read(tmp_path, FILE).model_dump(exclude_unset=True)
+    defaults_in_file = write_and_read(tmp_path, FILE_CONTENT).model_dump(
+        exclude_unset=True
+    )
     names = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
-    assert given == {name: FILE[name] for name in names}
+    assert defaults_in_file == {name: FILE_CONTENT[name] for name in names}
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ({"temperature": -1}, "`temperature` is -1; it must be a number from 0 to 2."),
         (
@@ -54,12 +56,12 @@ def test_generation_config_sets_defaults_of_request_fields(tmp_path):
         ([], "attribute"),
     ],
 )
-def test_invalid_value_is_refused_at_start(tmp_path, content, words):
+def test_invalid_value_is_refused_at_start(tmp_path, content, message):
     with pytest.raises(ModelLoadError) as refused:
-        read(tmp_path, content)
-    reported = str(refused.value)
-    assert words in reported and "generation_config.json" in reported
-    assert "--generation-config none" in reported
+        write_and_read(tmp_path, content)
+    error_text = str(refused.value)
+    assert message in error_text and "generation_config.json" in error_text
+    assert "--generation-config none" in error_text
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def test_invalid_value_is_refused_at_start(tmp_path, content, words):
     [
         ({"temperature": 3}, {"temperature": 3}),
         ({"repetition_penalty": 200.5}, {"repetition_penalty": 200.5}),
-        ({"top_p": 1.5}, {"top_p": 1}),  # off
-        # Only the most likely token may be drawn.
+        ({"top_p": 1.5}, {"top_p": 1}),  # 1 is no limit
+        # With top_p 0, only the most likely token may be drawn.
         ({"top_p": 0, "top_k": 5}, {"top_p": 1e-6, "top_k": 5}),
         ({"top_k": 1 << 40}, {"top_k": (1 << 31) - 1}),
         ({"max_new_tokens": 1 << 40}, {"max_new_tokens": (1 << 31) - 1}),
@@ -77,29 +79,30 @@ def test_invalid_value_is_refused_at_start(tmp_path, content, words):
 def test_value_beyond_request_limits_is_served_with_a_warning(
     tmp_path, caplog, content, used
 ):
-    """The result equals that of transformers."""
-    config = read(tmp_path, content)
+    """The values have the same effect as in transformers."""
+    config = write_and_read(tmp_path, content)
     assert config.model_dump(exclude_unset=True) == used
     name = next(iter(content))
     assert f"`{name}` is {content[name]}" in caplog.text
 
 
-async def test_end_token_beyond_the_vocabulary_does_not_bar_grammars(tmp_path, caplog):
+async def test_end_token_beyond_the_vocabulary_still_allows_grammars(tmp_path, caplog):
     write_byte_level(tmp_path)
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [5, 99_999]})
     )
-    made = Tokenizer(tmp_path)
-    warn_of_unknown_eos(made)
+    tokenizer = Tokenizer(tmp_path)
+    warn_of_unknown_eos(tokenizer)
     assert "generation_config.json" in caplog.text and "99999" in caplog.text
-    async with serving(made, text_script(made, "1"), ready=ROOMY) as server:
+    script = text_script(tokenizer, "1")
+    async with serving(tokenizer, script, ready=LARGE_VOCABULARY) as server:
         response = await server.post(guided_regex="[0-9]")
         assert response.status_code == 200, response.text
         assert server.engine.added[0].stop_token_ids == [5]
 
 
 async def test_request_fields_override_defaults_at_every_endpoint(tokenizer, tmp_path):
-    config = read(tmp_path, FILE)
+    config = write_and_read(tmp_path, FILE_CONTENT)
     async with serving(tokenizer, config=config) as server:
         text = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "max_tokens": 3}
         await server.post()
@@ -110,7 +113,7 @@ async def test_request_fields_override_defaults_at_every_endpoint(tokenizer, tmp
         answer = (await server.post("/v1/responses", **request)).json()
         assert (answer["temperature"], answer["top_p"]) == (0.6, 0.95)
         await server.post("/v1/responses", **request, temperature=0)
-        got = [
+        used_values = [
             (
                 add.sampling.temperature,
                 add.sampling.top_p,
@@ -121,7 +124,7 @@ async def test_request_fields_override_defaults_at_every_endpoint(tokenizer, tmp
         ]
     defaults = (0.6, 0.95, 20, 9)
     from_client = (0.0, 1.0, 20, 3)
-    assert got == [
+    assert used_values == [
         defaults,
         from_client,
         defaults,

@@ -48,7 +48,7 @@ _LATENT_MODEL = parse_config(
 _CONFIG = make_config(role="decode")
 
 
-def _changed(**values: object) -> EngineConfig:
+def _config_with(**values: object) -> EngineConfig:
     return _CONFIG.model_copy(update=values)
 
 
@@ -66,7 +66,7 @@ def _changed(**values: object) -> EngineConfig:
     ],
 )
 def test_layout_has_the_heads_of_a_rank_or_of_ranks_that_share_tokens(tp, dcp, heads):
-    config = _changed(tp=tp, dcp=dcp, block_size=16, kv_layout="LBCNHD")
+    config = _config_with(tp=tp, dcp=dcp, block_size=16, kv_layout="LBCNHD")
     layout = check_geometry(config, _MODEL)
     assert (layout.num_heads, layout.num_layers, layout.num_components) == (heads, 2, 2)
     assert (layout.order, layout.block_size, layout.head_dim) == ("LBCNHD", 16, 16)
@@ -88,11 +88,11 @@ def test_options_that_do_not_fit_the_model_are_refused_with_values_that_do(
     options, message
 ):
     with pytest.raises((InvalidParallelism, InvalidGeometry), match=message):
-        check_geometry(_changed(**options), _MODEL)
+        check_geometry(_config_with(**options), _MODEL)
 
 
 def test_staging_memory_below_two_blocks_is_refused_with_the_required_size():
-    config = _changed(tp=2)
+    config = _config_with(tp=2)
     layout = check_geometry(config, _MODEL)
     min_bytes = 2 * layout.block_bytes
     check_staging(config.model_copy(update={"staging_bytes": min_bytes}), layout)
@@ -117,7 +117,7 @@ def test_staging_memory_below_two_blocks_is_refused_with_the_required_size():
     ],
 )
 def test_model_that_the_attention_backend_cannot_serve_is_refused(options, message):
-    config = _changed(**{"device": "cuda", "dtype": "bfloat16", **options})
+    config = _config_with(**{"device": "cuda", "dtype": "bfloat16", **options})
     with pytest.raises(UnsupportedPool, match=message):
         check_attention(config, _MODEL)
     check_attention(config.model_copy(update={"attention_backend": "torch"}), _MODEL)
@@ -138,7 +138,7 @@ def test_model_that_the_attention_backend_cannot_serve_is_refused(options, messa
 def test_backend_is_checked_with_the_heads_of_a_rank_and_of_ranks_that_share_tokens(
     tp, dcp, refused_heads
 ):
-    config = _changed(device="cuda", dtype="bfloat16", tp=tp, dcp=dcp)
+    config = _config_with(device="cuda", dtype="bfloat16", tp=tp, dcp=dcp)
     if refused_heads is None:
         check_attention(config, _LATENT_MODEL)
         return
@@ -154,13 +154,13 @@ def test_backend_is_checked_with_the_heads_of_a_rank_and_of_ranks_that_share_tok
     ],
 )
 def test_step_limits_follow_from_the_options(options, rank_limits, group_limits):
-    config = _changed(**options)
+    config = _config_with(**options)
     assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=False) == rank_limits
     assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=True) == group_limits
 
 
 def test_steps_over_latents_that_are_too_large_for_a_plan_are_refused():
-    config = _changed(
+    config = _config_with(
         device="cuda", dtype="bfloat16", tp=3, max_num_batched_tokens=65536
     )
     check_attention(config, _LATENT_MODEL)
@@ -173,11 +173,11 @@ def test_steps_over_latents_that_are_too_large_for_a_plan_are_refused():
 
 
 def test_dummy_weights_that_exceed_the_memory_are_refused():
-    config = _changed(load_format="dummy")
+    config = _config_with(load_format="dummy")
     needed_bytes = 4 * weight_bytes(_MODEL, 1, keep_quantised=False)
     check_weights(config, _MODEL, needed_bytes)
-    half = _changed(load_format="dummy", dtype="bfloat16")
-    check_weights(half, _MODEL, needed_bytes // 2)
+    bfloat16 = _config_with(load_format="dummy", dtype="bfloat16")
+    check_weights(bfloat16, _MODEL, needed_bytes // 2)
     message = r"take 0\.0 GiB in float32, .* use a smaller model"
     with pytest.raises(InvalidGeometry, match=message):
         check_weights(config, _MODEL, needed_bytes - 1)
@@ -191,23 +191,23 @@ def test_absurd_size_in_config_json_is_refused_on_any_device(device):
         r".*correct config\.json"
     )
     with pytest.raises(InvalidGeometry, match=message):
-        check_weights(_changed(load_format="dummy", device=device), model)
+        check_weights(_config_with(load_format="dummy", device=device), model)
 
 
 def test_weights_in_files_take_memory_only_if_they_cannot_be_mapped():
     folder = ensure_model("gqa")
     model = load_config(folder)
-    mapped = _changed(model_dir=str(folder), pack_weights=False)
+    mapped = _config_with(model_dir=str(folder), pack_weights=False)
     check_weights(mapped, model, 0)
     with pytest.raises(InvalidGeometry, match="--no-pack-weights"):
-        check_weights(_changed(model_dir=str(folder)), model, 0)
+        check_weights(_config_with(model_dir=str(folder)), model, 0)
     check_weights(
-        _changed(model_dir=str(folder)),
+        _config_with(model_dir=str(folder)),
         model,
         4 * weight_bytes(model, 1, keep_quantised=False),
     )
     with pytest.raises(InvalidGeometry, match="use --dtype float32: files"):
-        check_weights(_changed(model_dir=str(folder), dtype="bfloat16"), model, 0)
+        check_weights(_config_with(model_dir=str(folder), dtype="bfloat16"), model, 0)
     with pytest.raises(ModelLoadError, match="num_hidden_layers is 9, but"):
         check_weights(mapped, dataclasses.replace(model, num_layers=9))
 
@@ -224,6 +224,6 @@ def test_small_tensors_of_another_dtype_do_not_count_as_a_copy_of_the_weights(tm
     }
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
-    check_weights(_changed(model_dir=str(tmp_path), dtype="bfloat16"), model, 4)
+    check_weights(_config_with(model_dir=str(tmp_path), dtype="bfloat16"), model, 4)
     with pytest.raises(InvalidGeometry, match="use --dtype bfloat16: files"):
-        check_weights(_changed(model_dir=str(tmp_path)), model, 4)
+        check_weights(_config_with(model_dir=str(tmp_path)), model, 4)

@@ -54,7 +54,7 @@ def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "begins"),
+    ("kind", "text", "may_continue"),
     [
         (
             "choice",
@@ -69,11 +69,11 @@ def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:
     ],
 )
 def test_masks_equal_a_search_over_the_vocabulary(
-    compiler, tokenizer, kind, text, begins
+    compiler, tokenizer, kind, text, may_continue
 ):
-    """On random walks, the allowed tokens are those with which some match continues.
+    """On random walks, the allowed tokens are those after which a match is possible.
 
-    If only one continuation is possible, only its canonical tokens are allowed."""
+    If only one text is possible, only the canonical tokens of this text are allowed."""
     assert tokenizer.token_bytes is not None
     rng = random.Random(0)
     texts = {
@@ -87,7 +87,7 @@ def test_masks_equal_a_search_over_the_vocabulary(
         output = ""
         while state.follow(outputs, 2) is None:
             actual = allowed(compiler, state)
-            expected = {i for i, more in texts.items() if begins(output + more)}
+            expected = {i for i, more in texts.items() if may_continue(output + more)}
             if len({texts[i][0] for i in expected}) > 1:
                 assert actual - {2} == expected
             else:
@@ -102,8 +102,8 @@ def test_masks_equal_a_search_over_the_vocabulary(
 
 
 def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
-    """A word of several tokens is banned at its last token, also after outputs were
-    taken back."""
+    """A word of several tokens is banned at its last token, even if the state has
+    undone earlier outputs."""
     a, b, c = (tokenizer.encode(char)[0] for char in "abc")
     words = ((c,), (a, b), (b, b, b))
 
@@ -111,14 +111,16 @@ def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
         state = compiler.state(
             replace(request("any", ""), sampling=SamplingParams(grammar=grammar))
         )
-        for several in (outputs, (), outputs):  # the second call takes all outputs back
-            assert state.follow([5, 6, *several], 2) is None
+        for drawn in (outputs, (), outputs):  # the second call undoes all outputs
+            assert state.follow([5, 6, *drawn], 2) is None
             actual = allowed(compiler, state)
         return actual if state.ending is None else None
 
-    few = Grammar("any", allowed=(a, b, c), banned=words)
-    reported = [after(few, *outputs) for outputs in ((a,), (b,), (b, b), (b, b, a))]
-    assert reported == [{a}, {a, b}, {a}, {a}]
+    limited = Grammar("any", allowed=(a, b, c), banned=words)
+    allowed_after = [
+        after(limited, *outputs) for outputs in ((a,), (b,), (b, b), (b, b, a))
+    ]
+    assert allowed_after == [{a}, {a, b}, {a}, {a}]
     assert after(Grammar("any", banned=words), b, b) == set(range(VOCAB)) - {b, c}
     assert after(Grammar("any", allowed=(b,), banned=words), b, b) is None, (
         "no token is left"
@@ -127,7 +129,7 @@ def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
     assert after(both, b) == {a}
 
 
-def test_blanks_are_bounded(compiler, tokenizer):
+def test_number_of_blanks_is_limited(compiler, tokenizer):
     state = compiler.state(request("json_object", ""))
     (blank,) = tokenizer.encode(" ")
     outputs = tokenizer.encode("{")
@@ -145,15 +147,15 @@ _END = 2
 @pytest.mark.parametrize(
     ("kind", "text", "stop", "min_tokens", "output", "expected"),
     [
-        # An end token may be drawn only where the text is complete, and where it ends
-        # requests.
+        # An end token is allowed only if the text is complete and the token ends the
+        # request.
         ("choice", '["a", "ab"]', "", 0, "", "a"),
         ("choice", '["a", "ab"]', "", 0, "a", "b$"),
         # No end token is needed, because no text can follow.
         ("choice", '["a", "ab"]', "", 0, "ab", COMPLETE),
         ("regex", "a+", None, 0, "a", "a"),
         ("regex", "[ab]?", None, 0, "a", COMPLETE),
-        # Before min_tokens, stop tokens are banned unless only they could follow.
+        # Before min_tokens, stop tokens are banned unless no other token could follow.
         ("regex", "ab?", "b", 2, "a", COMPLETE),
         ("regex", "a[bc]?", "b", 2, "a", "c"),
         ("choice", '["a"]', "", 0, "b", GrammarFailed),
@@ -183,10 +185,11 @@ def test_allowed_tokens_and_endings(
 
 @pytest.mark.parametrize("first", ["{", "no beginning"])
 def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
-    """It is the same after a first token was taken back, and after late outputs."""
-    given = request("json_schema", json.dumps(SCHEMA))
+    """The state is the same if outputs come one by one or all at once, and if other
+    outputs have been undone before."""
+    json_request = request("json_schema", json.dumps(SCHEMA))
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
-    steps, at_once, taken_back = (compiler.state(given) for _ in range(3))
+    steps, at_once, taken_back = (compiler.state(json_request) for _ in range(3))
     for end in range(2, len(outputs) + 1):
         steps.follow(outputs[:end], 2)
     at_once.follow(outputs, 2)
@@ -198,9 +201,9 @@ def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
 
 
 def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
-    """All sequences of a cached grammar share a lexer, which has a limit of states."""
-    few = LLParserLimits(max_lexer_states=1000)
-    monkeypatch.setattr("engine.text.grammar_compile._PARSER_LIMITS", few)
+    """All sequences of a cached grammar share a lexer, and its states are limited."""
+    limited = LLParserLimits(max_lexer_states=1000)
+    monkeypatch.setattr("engine.text.grammar_compile._PARSER_LIMITS", limited)
     a, b = (tokenizer.encode(char)[0] for char in "ab")
     rng = random.Random(1)
     with compiling() as compiler:
@@ -258,16 +261,16 @@ def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
     compiler.close()
 
 
-def test_vocabulary_larger_than_the_logits():
-    """Masks have one bit for each logit. Ids beyond the logits cannot be sampled."""
+def test_masks_have_one_bit_per_logit_if_the_vocabulary_is_larger():
+    """Ids beyond the logits cannot be sampled."""
     compiler = GrammarCompiler(ensure_model("gqa"), 300, lambda: None)
     state = compiler.state(request("regex", "[a-z]+"))
     assert masks_of(compiler, [state]).shape == (1, 10)
     compiler.close()
 
 
-# For each way in which reasoning starts, texts: None if the text is not allowed, else
-# whether it is complete.
+# Texts for each way in which reasoning starts. The value is None if the text is not
+# allowed, else whether the text is complete.
 _TEXTS_BY_START: dict[str, dict[str, bool | None]] = {
     "open": {
         'I am {"a</think>\n\nab': True, "ab": False, "I</think>b": None,
@@ -282,8 +285,8 @@ _TEXTS_BY_START: dict[str, dict[str, bool | None]] = {
 
 
 @pytest.mark.parametrize(
-    ("begins", "output"),
-    [(begins, output) for begins, texts in _TEXTS_BY_START.items() for output in texts],
+    ("reasoning", "output"),
+    [(start, output) for start, texts in _TEXTS_BY_START.items() for output in texts],
 )
 @pytest.mark.parametrize(
     ("kind", "text"),
@@ -295,15 +298,15 @@ _TEXTS_BY_START: dict[str, dict[str, bool | None]] = {
     ],
 )
 def test_grammar_begins_after_the_reasoning_and_allows_calls(
-    compiler, tokenizer, begins, output, kind, text
+    compiler, tokenizer, reasoning, output, kind, text
 ):
-    """Reasoning before the answer, and a call instead of it, may have any text."""
+    """Reasoning before the answer, or a call instead of the answer, may be any text."""
     calls = ("<call>", tokenizer.id_of("<|im_start|>"))
-    grammar = Grammar(kind, text, reasoning=begins, calls=calls)
+    grammar = Grammar(kind, text, reasoning=reasoning, calls=calls)
     state = compiler.state(
         replace(request(kind, text), sampling=SamplingParams(grammar=grammar))
     )
-    is_complete = _TEXTS_BY_START[begins][output]
+    is_complete = _TEXTS_BY_START[reasoning][output]
     outputs = list[int]()
     for token_id in tokenizer.encode(output, add_special_tokens=False):
         if token_id not in allowed(compiler, state):

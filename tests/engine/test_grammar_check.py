@@ -30,14 +30,15 @@ from tests import stopping
 from tests.engine.test_tokenizer import write_byte_level
 from tests.rigs.http_server import serving, text_script
 
-# The automaton of this grammar has a state for each number.
+# The automaton of this grammar has a state for each remainder, so millions of states.
 ENDLESS = {"type": "integer", "multipleOf": 4_999_999}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
 
 
-def schema(number: int) -> GuidedDecoding:
+def schema(divisor: int) -> GuidedDecoding:
     return GuidedDecoding(
-        Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}'), "here"
+        Grammar("json_schema", f'{{"type": "integer", "multipleOf": {divisor}}}'),
+        "here",
     )
 
 
@@ -89,7 +90,7 @@ async def test_memory_is_bounded(tokenizer, monkeypatch):
         await checker.check([regex("a")])
 
 
-async def test_slow_grammars_do_not_delay_others(tokenizer):
+async def test_slow_grammars_do_not_delay_other_grammars(tokenizer):
     async with checking(tokenizer, 1.0) as checker:
         slow = [
             asyncio.create_task(checker.check([schema(4_999_999 + 2 * i)]))
@@ -101,13 +102,15 @@ async def test_slow_grammars_do_not_delay_others(tokenizer):
         assert {type(error) for error in refused} <= {InvalidRequest, Overloaded}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_dead_or_hung_trial_process_is_replaced(tokenizer, monkeypatch, number):
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_dead_or_hung_trial_process_is_replaced(
+    tokenizer, monkeypatch, signal_number
+):
     monkeypatch.setattr(grammar_check, "_MAX_WAIT_S", 2.0)
     async with checking(tokenizer, 2.0) as checker:
         before = checker.pid
         assert before is not None
-        stopping.send(before, number)
+        stopping.send(before, signal_number)
         await checker.check([regex("a")])
         assert checker.pid != before
 
@@ -122,7 +125,7 @@ async def test_replaced_template_may_be_broken(tmp_path):
         assert compiler.compiled(regex("a").grammar).exception() is None
 
 
-async def test_client_disconnect_ends_its_trial(tokenizer):
+async def test_client_disconnect_ends_the_trial_of_its_grammar(tokenizer):
     async with checking(tokenizer, 60.0) as checker:
         children = Path(f"/proc/{checker.pid}/task/{checker.pid}/children")
         task = asyncio.create_task(checker.check([schema(4_999_999)]))
@@ -143,11 +146,11 @@ async def test_grammars_of_open_requests_share_a_memory_limit(tokenizer, monkeyp
             grammar_check, "MAX_HELD_BYTES", checker.nbytes(one.grammar)
         )
         assert checker.nbytes(other.grammar) > 0
-        ends = [checker.reserve_memory(one.grammar) for _ in range(2)]
-        for end in ends:
+        releases = [checker.reserve_memory(one.grammar) for _ in range(2)]
+        for release in releases:
             with pytest.raises(Overloaded):
                 checker.reserve_memory(other.grammar)
-            end()
+            release()
         checker.reserve_memory(other.grammar)
 
 
@@ -231,7 +234,7 @@ def test_mistake_is_reported_in_one_line(kind, text, output):
 
 
 def test_long_chains_of_rules_do_not_crash_the_process():
-    """They would overflow the stack of an ordinary thread, which kills the process."""
+    """Such chains overflow the stack of an ordinary thread, which kills the process."""
     length = 4000
     rules = "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(length))
     lark = Grammar("grammar", f'start: r0\n{rules}\nr{length}: "z"')

@@ -29,7 +29,7 @@ FINAL = "<|channel|>final<|message|>"
 CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 TOOLS = Tools((TOOL,), "auto")
 
-# The model's text, and the reasoning, content and calls in it.
+# The model's text, and the reasoning, content and calls that the text contains.
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"{THINK}I add.{START}{FINAL} 2 <b>\n<|return|>", "I add.", " 2 <b>\n", []),
     (f'{THINK}a{START}{CALL}{{"a": 1}}<|call|>', "a", "", [("add", '{"a": 1}')]),
@@ -50,7 +50,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "a\n\nb", "Wait.\n\n2", []),
     (f"<|channel|>commentary<|message|>Wait.{START}{THINK}a{START}{CALL}{{}}", "a",
      "Wait.", [("add", "{}")]),
-    # Reasoning that is never ended, and the head of a call in it.
+    # Reasoning without an end, and the head of a call inside.
     *((f"{THINK}I add.{head}<|message|>{{}}<|call|>", "I add.", "",
        [("add", "{}")])
       for head in (
@@ -95,64 +95,63 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-def tagged(text: str) -> list[str]:
+def characters_of(text: str) -> list[str]:
     """Return the characters of a text. A tag is one character."""
     for name, tag in tag_characters(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
         text = text.replace(name, tag)
     return list(text)
 
 
-def read(
+def parse_pieces(
     pieces: list[str], tools: Tools = TOOLS
 ) -> tuple[str, str, list[tuple[str, str]]]:
     parser = HarmonyParser("", {}, tools.mode == "auto")
     calls = create_tool_parser(tools, "harmony")
     content = ""
     actual = []
-    reported = [*map(parser.feed, pieces), parser.finish()]
-    for _, text in reported:
+    results = [*map(parser.feed, pieces), parser.finish()]
+    for _, text in results:
         parsed = calls.feed(text) if calls else None
         content += parsed.content if parsed else text
         actual += parsed.calls if parsed else []
     if calls:
         content += calls.finish().content
     named = [(call.name or "", call.arguments) for call in join_pieces(actual)]
-    return "".join(thought for thought, _ in reported), content, named
+    return "".join(thought for thought, _ in results), content, named
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), CASES)
 def test_answer_is_read_the_same_in_any_pieces(text, reasoning, content, calls):
-    chars = tagged(text)
+    chars = characters_of(text)
     cuts = [["".join(chars)], chars]
-    cuts += [["".join(chars[:at]), "".join(chars[at:])] for at in range(len(chars))]
+    cuts += [["".join(chars[:i]), "".join(chars[i:])] for i in range(len(chars))]
     for pieces in cuts:
-        assert read(pieces) == (reasoning, content, calls), pieces
+        assert parse_pieces(pieces) == (reasoning, content, calls), pieces
 
 
 def test_any_text_is_read_the_same_in_any_pieces_and_no_tag_is_text():
     rng = random.Random(1)
-    words = [*map("".join, map(tagged, (
+    words = [*map("".join, map(characters_of, (
         THINK, START, FINAL, CALL, "<|channel|>", "<|message|>", "<|start|>",
         "<|call|>", " Xy zw", "assistant", "analysis", " to=functions.add", "\n", "{}",
         "<|end|>", "<|constrain|>"
     )))]  # fmt: skip
     for _ in range(3000):
         text = "".join(rng.choices(words, k=rng.randrange(9)))
-        whole = read([text])
-        assert read([*text]) == whole
-        json.dumps(
-            whole, ensure_ascii=False
-        ).encode()  # a lone surrogate cannot be encoded
-        assert text.count("Xy zw") == str(whole).count("Xy zw"), (
+        parsed_at_once = parse_pieces([text])
+        assert parse_pieces([*text]) == parsed_at_once
+        # Tags are lone surrogates, which cannot be encoded.
+        json.dumps(parsed_at_once, ensure_ascii=False).encode()
+        assert text.count("Xy zw") == str(parsed_at_once).count("Xy zw"), (
             "no text is lost or repeated"
         )
 
 
 def test_call_is_text_where_no_tool_may_be_called():
-    chars = tagged(f"{THINK}a{START}{CALL}{{}}<|end|>")
-    assert read(chars, Tools((TOOL,), "none")) == ("a", "{}", [])
-    chars = tagged("<|channel|>analysis to=python code<|message|>1+1<|end|>")
-    assert read(chars, Tools()) == ("1+1", "", [])
+    chars = characters_of(f"{THINK}a{START}{CALL}{{}}<|end|>")
+    assert parse_pieces(chars, Tools((TOOL,), "none")) == ("a", "{}", [])
+    chars = characters_of("<|channel|>analysis to=python code<|message|>1+1<|end|>")
+    assert parse_pieces(chars, Tools()) == ("1+1", "", [])
 
 
 # -- over HTTP -------------------------------------------------------------------------
@@ -203,31 +202,34 @@ async def test_harmony_answer_is_the_same_with_and_without_a_stream(
         content = "".join(delta.get("content", "") for delta in deltas)
         assert (reasoning or None, content) == (expected[0], expected[1] or "")
         pieces = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        reported = "".join(piece["function"]["arguments"] for piece in pieces)
+        streamed_arguments = "".join(piece["function"]["arguments"] for piece in pieces)
         assert len(pieces) > len(calls) or not calls
-        assert reported == "".join(call["function"]["arguments"] for call in calls)
+        assert streamed_arguments == "".join(
+            call["function"]["arguments"] for call in calls
+        )
         assert streamed[-1]["choices"][0]["finish_reason"] == finish_reason
 
 
-@pytest.mark.parametrize("at", range(1, 67, 4))
-async def test_answer_cut_anywhere_is_returned_up_to_the_cut(harmony, at):
-    ids = harmony.encode(f'{THINK}I.{START}{CALL}{{"a": 1}}')[:at]
+@pytest.mark.parametrize("num_tokens", range(1, 67, 4))
+async def test_answer_cut_anywhere_is_returned_up_to_the_cut(harmony, num_tokens):
+    ids = harmony.encode(f'{THINK}I.{START}{CALL}{{"a": 1}}')[:num_tokens]
     script = scripted(*({"token_ids": [token_id]} for token_id in ids), end())
     async with serving_harmony(harmony, script) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
-        thought = {0: None, 1: "I"}.get(max(at - 10, 0), "I.")
-        assert reasoning_and_content(choice) == (thought, "" if at < 58 else None)
+        thought = {0: None, 1: "I"}.get(max(num_tokens - 10, 0), "I.")
+        content = "" if num_tokens < 58 else None
+        assert reasoning_and_content(choice) == (thought, content)
         assert choice["finish_reason"] == "length"
-        if at >= 58:
-            assert call_of(choice) == ("add", '{"a": 1}'[: at - 58])
+        if num_tokens >= 58:
+            assert call_of(choice) == ("add", '{"a": 1}'[: num_tokens - 58])
 
 
 async def test_each_choice_is_read_separately_and_logprobs_cover_all_tokens(harmony):
     ids = [harmony.encode(f"{THINK}{n}{START}{FINAL}{n}") for n in "12"]
     turns = (
-        {"choice": at, "token_ids": [turn[at]], "logprobs": [TokenLogprobs(-1.0)]}
+        {"choice": i, "token_ids": [turn[i]], "logprobs": [TokenLogprobs(-1.0)]}
         for turn in zip(*ids, strict=True)
-        for at in (1, 0)
+        for i in (1, 0)
     )
     async with serving_harmony(harmony, scripted(*turns, end(0), end(1))) as server:
         choices = (await server.chat(n=2, logprobs=True)).json()["choices"]
@@ -235,11 +237,12 @@ async def test_each_choice_is_read_separately_and_logprobs_cover_all_tokens(harm
             ("1", "1"),
             ("2", "2"),
         ]
-        for choice, of in zip(choices, ids, strict=True):
-            reported = [
-                bytes(one["bytes"]).decode() for one in choice["logprobs"]["content"]
+        for choice, choice_ids in zip(choices, ids, strict=True):
+            token_texts = [
+                bytes(token["bytes"]).decode()
+                for token in choice["logprobs"]["content"]
             ]
-            assert "".join(reported) == harmony.decode_all(of)
+            assert "".join(token_texts) == harmony.decode_all(choice_ids)
 
 
 async def test_tag_that_is_spelled_out_is_text(harmony):
@@ -262,16 +265,16 @@ async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
     async with serving_harmony(
         harmony, text_script(harmony, text, **STOPPED)
     ) as server:
-        whole = (await server.http.post("/v1/responses", json=request)).json()
-        kinds = [item["type"] for item in whole["output"]]
+        parsed_at_once = (await server.http.post("/v1/responses", json=request)).json()
+        kinds = [item["type"] for item in parsed_at_once["output"]]
         assert kinds == ["reasoning", "message", "function_call"]
-        thought, reported, call = whole["output"]
-        assert (thought["content"][0]["text"], reported["content"][0]["text"]) == (
-            "I.",
-            "Wait.",
-        )
+        thought, output_message, call = parsed_at_once["output"]
+        assert (
+            thought["content"][0]["text"],
+            output_message["content"][0]["text"],
+        ) == ("I.", "Wait.")
         assert (call["name"], call["arguments"]) == ("add", "{}")
-        # The next turn's prompt has the items as the model wrote them.
+        # The prompt of the next turn contains the items as the model wrote them.
         output = {
             "type": "function_call_output",
             "call_id": call["call_id"],
@@ -279,17 +282,25 @@ async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
         }
         again = {
             **request,
-            "input": [{"role": "user", "content": "Hi"}, *whole["output"], output],
+            "input": [
+                {"role": "user", "content": "Hi"},
+                *parsed_at_once["output"],
+                output,
+            ],
         }
         assert (await server.http.post("/v1/responses", json=again)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[-1].token_ids)
-        wrote = text.replace("<|channel|>commentary to=functions.add <|constrain|>",
-                             " to=functions.add<|channel|>commentary ")  # fmt: skip
+        expected_text = text.replace(
+            "<|channel|>commentary to=functions.add <|constrain|>",
+            " to=functions.add<|channel|>commentary ",
+        )
         result = (
             "<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
             '"3"<|end|>'
         )
-        assert prompt.endswith(f"<|start|>assistant{wrote}{result}<|start|>assistant")
+        assert prompt.endswith(
+            f"<|start|>assistant{expected_text}{result}<|start|>assistant"
+        )
 
 
 # -- the prompt ------------------------------------------------------------------------
@@ -315,7 +326,7 @@ def test_one_system_message_has_the_text_of_several(harmony):
 
 
 async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
-    """A grammar for `tool_choice` allows such turns. Some models write them, too."""
+    """A grammar for `tool_choice` allows such turns, and some models write them."""
     calls = [call("add", '{"a": 1}'), call("sub", {"b": 2})]
     turns = [
         {"role": "user", "content": "Hi"},
@@ -341,13 +352,13 @@ async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
         "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>"
         "{}<|call|>"
     )
-    reported = (
+    expected_turns = (
         f"<|start|>assistant{THINK}I.<|end|>"
         + head.format("add", '{"a": 1}')
         + answers[0]
     )
-    reported += head.format("sub", '{"b": 2}') + "".join(answers[1:])
-    assert prompt.endswith(f"Hi<|end|>{reported}<|start|>assistant")
+    expected_turns += head.format("sub", '{"b": 2}') + "".join(answers[1:])
+    assert prompt.endswith(f"Hi<|end|>{expected_turns}<|start|>assistant")
 
 
 def test_tool_result_follows_its_call_wherever_the_client_put_it():
@@ -361,26 +372,28 @@ def test_tool_result_follows_its_call_wherever_the_client_put_it():
         }
         for name in ("add", "sub")
     )
-    of_add, of_sub = ({"role": "tool", "tool_call_id": name} for name in ("add", "sub"))
-    assert split_parallel_calls([add, sub, of_add, of_sub]) == [
+    add_result, sub_result = (
+        {"role": "tool", "tool_call_id": name} for name in ("add", "sub")
+    )
+    assert split_parallel_calls([add, sub, add_result, sub_result]) == [
         add,
-        of_add,
+        add_result,
         sub,
-        of_sub,
+        sub_result,
     ]
 
 
-@pytest.mark.parametrize(("before", "say", "expected"), [
+@pytest.mark.parametrize(("before", "text", "expected"), [
     ("So", "more", (None, "more")), ("So", f"more{START}{THINK}I", ("I", "more")),
     (f"So{START}{CALL}", "{}", (None, "{}")),  # tags in a client's text are text
 ])  # fmt: skip
-async def test_final_message_is_continued(harmony, before, say, expected):
+async def test_final_message_is_continued(harmony, before, text, expected):
     turns = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": before},
     ]
     request = {"messages": turns, "continue_final_message": True, "tools": [TOOL]}
-    async with serving_harmony(harmony, text_script(harmony, say)) as server:
+    async with serving_harmony(harmony, text_script(harmony, text)) as server:
         (choice,) = (await server.chat(**request)).json()["choices"]
         assert reasoning_and_content(choice) == expected
         await server.chat(**request, structured_outputs={"regex": "a"})
@@ -404,9 +417,8 @@ async def test_call_is_continued_where_message_text_may_become_tags(harmony):
 
 # -- grammars --------------------------------------------------------------------------
 
-_ALLOWED: dict[
-    str, bool | None
-] = {  # For texts that are allowed: whether each is complete.
+# Whether each text is complete, or None for texts that are not allowed.
+_IS_COMPLETE: dict[str, bool | None] = {
     f"{THINK}I <x\n\n.{START}{THINK}{START}{FINAL}ab": True,
     f"{FINAL}ab": True,
     "<|start|>assistant<|channel|>final <|constrain|>json<|message|>ab": True,
@@ -421,7 +433,7 @@ _ALLOWED: dict[
 }
 
 
-@pytest.mark.parametrize("text", _ALLOWED)
+@pytest.mark.parametrize("text", _IS_COMPLETE)
 def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
     requested = {"tools": [TOOL], "structured_outputs": {"choice": ["ab"]}}
     request = ChatRequest(
@@ -444,7 +456,7 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
         outputs.append(token_id)
         ending = state.follow(outputs, 0)
     is_written = outputs == harmony.encode(text)
-    assert (ending is COMPLETE if is_written else None) == _ALLOWED[text]
+    assert (ending is COMPLETE if is_written else None) == _IS_COMPLETE[text]
     compiler.close()
 
 
@@ -452,7 +464,7 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "calls", "begins"),
+    ("reasoning", "calls", "start"),
     [
         ("auto", "auto", "harmony"),
         ("harmony", "auto", "harmony"),
@@ -464,11 +476,11 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
     ],
 )
 def test_harmony_comes_from_the_options_or_the_template(
-    harmony, reasoning, calls, begins
+    harmony, reasoning, calls, start
 ):
     request = ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}])
     options = ModelOptions(reasoning_parser=reasoning, tool_call_parser=calls)
-    assert reasoning_start(options, request, [1], harmony) == begins
+    assert reasoning_start(options, request, [1], harmony) == start
 
 
 @pytest.mark.parametrize(
@@ -488,9 +500,11 @@ async def test_model_without_the_tags_is_refused(tokenizer):
             pass
 
 
-async def test_without_the_format_all_is_content(harmony):
+async def test_all_text_is_content_without_a_reasoning_parser(harmony):
     text = f"{THINK}I.{START}{FINAL}Yo"
-    how = {"reasoning_parser": "none"}
-    async with serving_harmony(harmony, text_script(harmony, text), **how) as server:
+    options = {"reasoning_parser": "none"}
+    async with serving_harmony(
+        harmony, text_script(harmony, text), **options
+    ) as server:
         (choice,) = (await server.chat(tools=[TOOL])).json()["choices"]
         assert reasoning_and_content(choice) == (None, "analysisI.assistantfinalYo")

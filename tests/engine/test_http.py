@@ -43,7 +43,7 @@ async def test_engine_receives_the_sampling_of_the_request(tokenizer):
         assert (sampling.min_p, sampling.seed, first.max_tokens) == (0.1, 7, 16)
         assert first.stop_token_ids == tokenizer.encode("<end>")
         assert second.stop_token_ids == [] and second.max_tokens == 1
-        assert second.sampling.seed != third.sampling.seed  # chosen by the server
+        assert second.sampling.seed != third.sampling.seed  # the server chooses seeds
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -65,7 +65,7 @@ async def test_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stream
         assert (end["finish_reason"], end["stop_reason"]) == ("stop", " two")
         assert last["usage"]["completion_tokens"] == len("one two")
         num_tokens = 0
-        # The usage counts tokens up to the stop string, although more had arrived.
+        # The usage counts tokens only up to the stop string.
         for chunk in actual:
             num_tokens += len(chunk["choices"][0]["token_ids"])
             assert chunk["usage"]["completion_tokens"] == num_tokens
@@ -75,7 +75,7 @@ async def test_stop_string_cuts_the_text_and_aborts_the_engine(tokenizer, stream
 # -- hooks -----------------------------------------------------------------------------
 
 
-class RecordingHooks(ServerHooks):
+class KVHooks(ServerHooks):
     def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
         if request.kv_transfer_params == {"bad": True}:
             raise KVParamsRejected(
@@ -92,7 +92,7 @@ class RecordingHooks(ServerHooks):
 
 async def test_hooks_change_requests_and_answer(tokenizer):
     script = text_script(tokenizer, "x")
-    async with serving(tokenizer, script, RecordingHooks()) as server:
+    async with serving(tokenizer, script, KVHooks()) as server:
         response = await server.post(prompt=["a", "b"], kv_transfer_params={"x": 1})
         assert response.json()["kv_transfer_params"] == [1, 1]
         assert [added.retain_kv for added in server.engine.added] == [True, True]
@@ -117,7 +117,7 @@ async def test_stop_string_in_the_last_token_waits_for_the_engines_last_delta(
             request_id=request.request_id, finish_reason="length", usage=USAGE
         )
 
-    async with serving(tokenizer, script, RecordingHooks()) as server:
+    async with serving(tokenizer, script, KVHooks()) as server:
         body = (await server.post(max_tokens=1, stop=stops)).json()
         assert body["kv_transfer_params"] == [1]
         assert body["choices"][0]["finish_reason"] == ("stop" if stops else "length")
@@ -143,8 +143,8 @@ async def test_request_id_is_echoed_and_logged(tokenizer, request_id, caplog):
         )
         generated = [(await server.post()).headers["x-request-id"] for _ in range(2)]
         assert len(set(generated)) == 2
-    reported = [line for line in caplog.text.splitlines() if "prompt=2" in line]
-    assert sum(f"{request_id[:128]}" in line for line in reported) == 2, (
+    access_lines = [line for line in caplog.text.splitlines() if "prompt=2" in line]
+    assert sum(f"{request_id[:128]}" in line for line in access_lines) == 2, (
         "the log shows the beginning of a long id"
     )
 
@@ -202,10 +202,10 @@ async def test_stats_report_recent_requests_with_times_but_without_texts(tokeniz
         server.engine.emit(EngineStats({"baton_requests_running": 2.0}))
         await server.post(headers={"x-request-id": "mine" * 99})
         await server.post(temperature=-1)
-        reported = await stats(0)
-        assert reported.values["baton_requests_running"] == 2.0
-        assert reported.values["baton_inter_token_seconds_count"] == 4.0
-        done, refused = reported.served
+        server_stats = await stats(0)
+        assert server_stats.values["baton_requests_running"] == 2.0
+        assert server_stats.values["baton_inter_token_seconds_count"] == 4.0
+        done, refused = server_stats.served
         assert (done.id, done.outcome, done.generated) == (
             ("mine" * 99)[:128],
             "length",
@@ -220,12 +220,12 @@ async def test_stats_report_recent_requests_with_times_but_without_texts(tokeniz
         assert (refused.outcome, refused.error) == ("rejected", "invalid_request")
         for _ in range(MAX_RECENT):
             await server.post(temperature=-1)
-        assert (await stats(reported.next - 1)).served[0].number == 2, (
+        assert (await stats(server_stats.next - 1)).served[0].number == 2, (
             "only the last MAX_RECENT requests are kept"
         )
-        assert [(await stats(at)).served for at in (MAX_RECENT + 2,)] == [[]]
+        assert (await stats(MAX_RECENT + 2)).served == []
         assert len((await stats(10**6)).served) == MAX_RECENT, (
-            "a number from before a restart reports all requests"
+            "a number from before a restart of the server returns all requests"
         )
         wrong = await server.http.get(STATS_PATH, params={"since": "-1"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
@@ -233,7 +233,7 @@ async def test_stats_report_recent_requests_with_times_but_without_texts(tokeniz
 
 async def test_ready_and_models_report_the_served_model(tokenizer):
     ready_engine = replace(READY, geometry={"tp": 2})
-    async with serving(tokenizer, hooks=RecordingHooks(), ready=ready_engine) as server:
+    async with serving(tokenizer, hooks=KVHooks(), ready=ready_engine) as server:
         ready = (await server.http.get("/ready")).json()
         assert ready == {
             "ready": True,
@@ -262,8 +262,8 @@ async def test_ready_and_models_report_the_served_model(tokenizer):
 async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
     write_sentencepiece_style(tmp_path)  # puts a token before every text
     tokenizer = Tokenizer(tmp_path)
-    bare = tokenizer.encode("Hi", add_special_tokens=False)
-    assert tokenizer.encode("Hi") != bare
+    plain_ids = tokenizer.encode("Hi", add_special_tokens=False)
+    assert tokenizer.encode("Hi") != plain_ids
     async with serving(
         tokenizer, ready=replace(READY, max_model_len=4096, vocab_size=4096)
     ) as server:
@@ -272,7 +272,7 @@ async def test_special_tokens_around_a_prompt_can_be_left_out(tmp_path):
         await server.chat(add_special_tokens=True)
         await server.chat()
         first, second, third, fourth = (add.token_ids for add in server.engine.added)
-        assert first == bare and second == tokenizer.encode("Hi")
+        assert first == plain_ids and second == tokenizer.encode("Hi")
         assert len(third) == len(fourth) + len(second) - len(first)
 
 
@@ -287,12 +287,12 @@ async def test_text_survives_tokenize_and_detokenize(tokenizer):
         assert actual["tokens"] == ids and actual["count"] == len(ids)
         assert actual["max_model_len"] == 64
         assert actual["token_strs"] == ["H", "i", "<end>"]
-        back = await server.http.post("/detokenize", json={"tokens": ids})
-        assert back.json() == {"prompt": "Hi<end>"}
+        detokenized = await server.http.post("/detokenize", json={"tokens": ids})
+        assert detokenized.json() == {"prompt": "Hi<end>"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "reported"),
+    ("fields", "expected"),
     [
         ({}, "0||Hi>"),
         ({"tools": [TOOL]}, json.dumps([TOOL]) + "||Hi>"),
@@ -304,17 +304,17 @@ async def test_text_survives_tokenize_and_detokenize(tokenizer):
         ({"continue_final_message": True, "reasoning_effort": "low"}, "0|low|Hi"),
     ],
 )
-async def test_messages_are_tokenized_as_in_a_chat(tokenizer, fields, reported):
-    shows = "{{ tools | tojson if tools else 0 }}|{{ a }}{{ reasoning_effort }}|"
-    shows += "{{ messages[0].content }}{{ '>' if add_generation_prompt }}"
+async def test_messages_are_tokenized_as_in_a_chat(tokenizer, fields, expected):
+    template = "{{ tools | tojson if tools else 0 }}|{{ a }}{{ reasoning_effort }}|"
+    template += "{{ messages[0].content }}{{ '>' if add_generation_prompt }}"
     request = {"messages": [{"role": "user", "content": "Hi"}], **fields}
-    async with serving_4k(with_template(tokenizer, shows)) as server:
+    async with serving_4k(with_template(tokenizer, template)) as server:
         response = await server.http.post("/tokenize", json=request)
         await server.chat(**request)
         ids = response.json()["tokens"]
         assert (
             ids == server.engine.added[0].token_ids
-            and tokenizer.decode_all(ids) == reported
+            and tokenizer.decode_all(ids) == expected
         )
 
 

@@ -33,15 +33,15 @@ from tests.rigs.http_server import (
 )
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-NEVER = float("-inf")
-PARTS = (r"bytes:\xc3", r"bytes:\xa9")
+MINUS_INFINITY = float("-inf")
+BYTE_TOKENS = (r"bytes:\xc3", r"bytes:\xa9")
 
 
-def joined(into: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
-    """Add a piece of a choice to `into`: texts and lists are concatenated."""
+def merge_into(into: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+    """Add a piece of a choice to `into`, with texts and lists concatenated."""
     for key, value in piece.items():
         if isinstance(value, dict):
-            into[key] = joined(into.get(key) or {}, value)
+            into[key] = merge_into(into.get(key) or {}, value)
         elif isinstance(value, str | list):
             into[key] = (into.get(key) or type(value)()) + value
         elif value is not None or key not in into:
@@ -58,27 +58,29 @@ async def post_both_ways(
         body = {"prompt": "ab", **{k: v for k, v in body.items() if k != "messages"}}
     response = await server.http.post(path, json=body)
     assert response.status_code == 200, response.text
-    whole: dict[str, Any] = response.json()
+    complete_response: dict[str, Any] = response.json()
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     *actual, last = chunks(await server.http.post(path, json=body))
     assert len({(c["id"], c["created"], c["model"]) for c in [*actual, last]}) == 1
-    assert last["usage"] == whole["usage"] and {c["usage"] for c in actual} == {None}
+    assert last["usage"] == complete_response["usage"] and {
+        c["usage"] for c in actual
+    } == {None}
     assert ["baton_kv" in c for c in [*actual, last]] == [False] * len(actual) + [True]
     kv = ", ".join(f"{name}={count}" for name, count in last["baton_kv"].items())
     assert response.headers["x-baton-kv"] == kv
     streamed: dict[int, Any] = {}
     for choice in (chunk["choices"][0] for chunk in actual):
-        joined(streamed.setdefault(choice["index"], {"index": 0}), choice)
-    for choice in whole["choices"]:
-        reported = {
+        merge_into(streamed.setdefault(choice["index"], {"index": 0}), choice)
+    for choice in complete_response["choices"]:
+        expected = {
             k: v for k, v in choice.items() if k not in ("message", "prompt_logprobs")
         }
         if "message" in choice:
-            reported["delta"] = {
+            expected["delta"] = {
                 k: v for k, v in choice["message"].items() if k != "refusal"
             }
-        assert streamed[choice["index"]] == reported
-    return whole
+        assert streamed[choice["index"]] == expected
+    return complete_response
 
 
 def usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
@@ -90,30 +92,31 @@ def usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
     return {**counts, "total_tokens": prompt + completion, **details}
 
 
-def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
-    """Return the members of deltas, from texts or pairs of a text and its logprobs.
+def make_deltas(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
+    """Return the fields of deltas, made from texts or pairs of a text and its logprobs.
 
-    In the logprobs of a token, the first entry is that of the token itself."""
+    In the logprobs of a token, the first entry belongs to the token itself."""
     actual = []
     for piece in pieces:
         text, reports = (piece, ()) if isinstance(piece, str) else piece
-        one: dict[str, Any] = {"token_ids": tokenizer.encode(text)}
+        delta: dict[str, Any] = {"token_ids": tokenizer.encode(text)}
         for report in reports:
             ids = [tokenizer.encode(top)[0] for top in report]
             values = list(report.values())
-            logprobs = one.setdefault("logprobs", [])
+            logprobs = delta.setdefault("logprobs", [])
             logprobs.append(TokenLogprobs(values[0], ids, values))
-        actual.append(one)
+        actual.append(delta)
     return actual
 
 
 @pytest.mark.parametrize(
-    ("path", "says", "fields", "expected"),
+    ("path", "texts", "fields", "expected"),
     [
         (TEXT, ["Hé 🙂"], {}, {"text": "Hé 🙂", "finish_reason": "length"}),
         (CHAT, ["Hé 🙂"], {}, {"message": {
             "role": "assistant", "content": "Hé 🙂", "refusal": None}}),
-        # The end token has no text, text held back is returned, a stop string cuts.
+        # The end token has no text. Text that may begin a stop string is held back
+        # until the end. A stop string cuts the text.
         (TEXT, ["Hi wor<end>"], {"stop": "world"}, {"text": "Hi wor"}),
         (TEXT, ["Hello world"], {"stop": "o w"},
          {"text": "Hell", "stop_reason": "o w", "finish_reason": "stop"}),
@@ -128,7 +131,8 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
         (TEXT, ["a<end>b"], {"ignore_eos": True, "skip_special_tokens": False},
          {"text": "a<end>b"}),
         # Logprobs, in the formats of both endpoints.
-        (TEXT, [("a", [{"a": -0.5, "b": -1.5}]), ("c", [{"c": NEVER, "b": -2.0}])],
+        (TEXT,
+         [("a", [{"a": -0.5, "b": -1.5}]), ("c", [{"c": MINUS_INFINITY, "b": -2.0}])],
          {"logprobs": 2},
          {"logprobs": {"tokens": ["a", "c"], "token_logprobs": [-0.5, -9999.0],
                        "top_logprobs": [{"a": -0.5, "b": -1.5},
@@ -142,19 +146,21 @@ def of(tokenizer: Tokenizer, *pieces: Any) -> list[dict[str, Any]]:
                                                       "bytes": [97]},
                                                      {"token": "b", "logprob": -1.0,
                                                       "bytes": [98]}]}]}}),
-        (CHAT, [("é", [{"a": -0.25}, {"a": NEVER}])], {"logprobs": True},
+        (CHAT, [("é", [{"a": -0.25}, {"a": MINUS_INFINITY}])], {"logprobs": True},
          {"logprobs": {"refusal": None,
-                       "content": [{"token": PARTS[0], "logprob": -0.25,
+                       "content": [{"token": BYTE_TOKENS[0], "logprob": -0.25,
                                     "bytes": [0xC3], "top_logprobs": []},
-                                   {"token": PARTS[1], "logprob": -9999.0,
+                                   {"token": BYTE_TOKENS[1], "logprob": -9999.0,
                                     "bytes": [0xA9], "top_logprobs": []}]}}),
         (CHAT, ["a"], {}, {"logprobs": None}),
     ],
 )  # fmt: skip
 async def test_answer_is_the_same_with_and_without_a_stream(
-    tokenizer, path, says, fields, expected
+    tokenizer, path, texts, fields, expected
 ):
-    async with serving(tokenizer, scripted(*of(tokenizer, *says), end())) as server:
+    async with serving(
+        tokenizer, scripted(*make_deltas(tokenizer, *texts), end())
+    ) as server:
         (choice,) = (await post_both_ways(server, path, **fields))["choices"]
         assert {key: choice[key] for key in expected} == expected
 
@@ -163,16 +169,16 @@ async def test_token_ids_and_usage(tokenizer):
     async with serving(
         tokenizer, text_script(tokenizer, "Hé 🙂"), fingerprint="fp_1"
     ) as server:
-        whole = await post_both_ways(server, return_token_ids=True)
-        assert whole["system_fingerprint"] == "fp_1"
-        (choice,) = whole["choices"]
+        complete_response = await post_both_ways(server, return_token_ids=True)
+        assert complete_response["system_fingerprint"] == "fp_1"
+        (choice,) = complete_response["choices"]
         assert choice["token_ids"] == tokenizer.encode("Hé 🙂")
         assert choice["prompt_token_ids"] == tokenizer.encode("ab")
-        assert whole["usage"] == usage(prompt=2, completion=8, cached=1)
+        assert complete_response["usage"] == usage(prompt=2, completion=8, cached=1)
 
 
 async def test_chat_answer_has_prompt_token_ids_at_its_top_level(tokenizer):
-    """As in vLLM, the ids come once, whatever the number of choices."""
+    """As in vLLM, the ids come once for all choices."""
     text = {"token_ids": tokenizer.encode("Hi")}
     call = tokenizer.encode(CALL)
     script = scripted(
@@ -185,16 +191,21 @@ async def test_chat_answer_has_prompt_token_ids_at_its_top_level(tokenizer):
         "max_tokens": 90,
     }
     async with serving_4k(tokenizer, script) as server:
-        whole = (await server.chat(**request)).json()
+        complete_response = (await server.chat(**request)).json()
         prompt = server.engine.added[0].token_ids
-        assert whole["prompt_token_ids"] == prompt
+        assert complete_response["prompt_token_ids"] == prompt
         expected = [[*text["token_ids"], *call], text["token_ids"]]
-        assert [choice["token_ids"] for choice in whole["choices"]] == expected
+        assert [
+            choice["token_ids"] for choice in complete_response["choices"]
+        ] == expected
         first, *others = chunks(await server.chat(**request, stream=True))
         assert first["prompt_token_ids"] == prompt
         events = [first, *others]
         assert not any("prompt_token_ids" in event for event in others)
-        actual = [*whole["choices"], *(event["choices"][0] for event in events)]
+        actual = [
+            *complete_response["choices"],
+            *(event["choices"][0] for event in events),
+        ]
         assert not any("prompt_token_ids" in choice for choice in actual)
         plain = (await server.chat(n=2)).json()
         assert "prompt_token_ids" not in plain
@@ -202,7 +213,7 @@ async def test_chat_answer_has_prompt_token_ids_at_its_top_level(tokenizer):
 
 async def test_tokens_can_be_named_by_their_ids(tokenizer):
     a, b = tokenizer.encode("ab")
-    script = scripted(*of(tokenizer, ("a", [{"a": -0.5, "b": -1.0}])), end())
+    script = scripted(*make_deltas(tokenizer, ("a", [{"a": -0.5, "b": -1.0}])), end())
     async with serving(tokenizer, script) as server:
         (choice,) = (
             await post_both_ways(server, return_tokens_as_token_ids=True, logprobs=2)
@@ -245,20 +256,20 @@ def scores(tokenizer: Tokenizer, prompt: str) -> dict[str, Any]:
 async def test_echoed_prompt_has_logprobs_before_those_of_the_answer(tokenizer):
     actual = scores(tokenizer, "aéb")["prompt_logprobs"]
     parts = [{"prompt_logprobs": actual[:1]}, {"prompt_logprobs": actual[1:]}]
-    script = scripted(*parts, *of(tokenizer, ("x", [{"x": -0.5}])), end())
+    script = scripted(*parts, *make_deltas(tokenizer, ("x", [{"x": -0.5}])), end())
     async with serving(tokenizer, script) as server:
-        whole = await post_both_ways(
+        complete_response = await post_both_ways(
             server, prompt="aéb", echo=True, logprobs=1, max_tokens=1
         )
-        (choice,) = whole["choices"]
+        (choice,) = complete_response["choices"]
         assert choice["text"] == "aébx"
         assert choice["logprobs"] == {
-            "tokens": ["a", *PARTS, "b", "x"],
+            "tokens": ["a", *BYTE_TOKENS, "b", "x"],
             "token_logprobs": [None, -1.0, -2.0, -3.0, -0.5],
             "top_logprobs": [
                 None,
-                {PARTS[0]: -1.0, "z": -0.125},
-                {PARTS[1]: -2.0, "z": -0.125},
+                {BYTE_TOKENS[0]: -1.0, "z": -0.125},
+                {BYTE_TOKENS[1]: -2.0, "z": -0.125},
                 {"b": -3.0, "z": -0.125},
                 {"x": -0.5},
             ],
@@ -270,12 +281,14 @@ async def test_echoed_prompt_has_logprobs_before_those_of_the_answer(tokenizer):
 
 async def test_nothing_is_generated_with_max_tokens_0(tokenizer):
     async with serving(tokenizer, scripted(scores(tokenizer, "ab"), end())) as server:
-        whole = await post_both_ways(server, max_tokens=0, echo=True, logprobs=0)
-        (choice,) = whole["choices"]
+        complete_response = await post_both_ways(
+            server, max_tokens=0, echo=True, logprobs=0
+        )
+        (choice,) = complete_response["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
         assert choice["logprobs"]["token_logprobs"] == [None, -1.0]
         assert choice["logprobs"]["top_logprobs"] == [None, {"b": -1.0}]
-        assert whole["usage"]["completion_tokens"] == 0
+        assert complete_response["usage"]["completion_tokens"] == 0
         assert (await server.post(prompt=[5] * 64, max_tokens=0)).status_code == 200
 
 
@@ -289,10 +302,11 @@ async def test_echo_without_logprobs_has_only_text(tokenizer):
                 await post_both_ways(server, prompt=prompt, echo=True, max_tokens=1)
             )["choices"]
             assert choice["text"].startswith(text) and choice["logprobs"] is None
-        assert {a.num_prompt_logprobs for a in server.engine.added} == {None}
-    async with serving(
-        tokenizer, scripted(end(), end(1))
-    ) as server:  # also with ranked candidates
+        assert {request.num_prompt_logprobs for request in server.engine.added} == {
+            None
+        }
+    # The same holds if best_of ranks several candidates.
+    async with serving(tokenizer, scripted(end(), end(1))) as server:
         (choice,) = (await server.post(echo=True, best_of=2, max_tokens=1)).json()[
             "choices"
         ]
@@ -300,27 +314,28 @@ async def test_echo_without_logprobs_has_only_text(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("given", "begins"),
+    ("prompt", "offsets"),
     [
         ("Hi é", [0, 0, 0, 1, 2]),
-        # Detokenizing returns this text without its space.
+        # Detokenizing would drop a space of this text.
         ("Hi <s> it", [0, 0, 0, 1, 2, 3]),
         ("<s> it", [0, 0, 3]),
     ],
 )
-async def test_tokenizer_prefix_has_no_characters_in_an_echo(tmp_path, given, begins):
+async def test_tokenizer_prefix_has_no_characters_in_an_echo(tmp_path, prompt, offsets):
     write_sentencepiece_style(tmp_path)  # puts <s> and a space before every text
     tokenizer = Tokenizer(tmp_path)
-    script = scripted({"prompt_logprobs": [None] * len(tokenizer.encode(given))}, end())
+    num_tokens = len(tokenizer.encode(prompt))
+    script = scripted({"prompt_logprobs": [None] * num_tokens}, end())
     async with serving(
         tokenizer, script, ready=replace(READY, vocab_size=4096)
     ) as server:
-        whole = await post_both_ways(
-            server, prompt=given, echo=True, logprobs=0, max_tokens=0
+        complete_response = await post_both_ways(
+            server, prompt=prompt, echo=True, logprobs=0, max_tokens=0
         )
-        (choice,) = whole["choices"]
-        assert choice["text"] == given and choice["logprobs"]["tokens"][0] == "<s>"
-        assert choice["logprobs"]["text_offset"][: len(begins)] == begins
+        (choice,) = complete_response["choices"]
+        assert choice["text"] == prompt and choice["logprobs"]["tokens"][0] == "<s>"
+        assert choice["logprobs"]["text_offset"][: len(offsets)] == offsets
 
 
 async def test_prompt_logprobs_are_objects_by_token_id(tokenizer):
@@ -350,25 +365,25 @@ async def test_logprobs_of_a_long_prompt_are_bounded_and_delay_no_other_request(
 ):
     threads = set[int]()
 
-    def noting(token_id: int) -> Any:
+    def record_thread(token_id: int) -> Any:
         threads.add(get_ident())
         return tokenizer.token_text(token_id)
 
-    copy = object.__new__(Tokenizer)
-    copy.__dict__ = {**tokenizer.__dict__, "token_text": noting}
+    recording_tokenizer = object.__new__(Tokenizer)
+    recording_tokenizer.__dict__ = {**tokenizer.__dict__, "token_text": record_thread}
     top = TokenLogprobs(-2.0, list(range(20)), [-3.0] * 20)
     script = scripted({"prompt_logprobs": [None, *[top] * 499]}, end())
-    async with serving_4k(copy, script) as server:
+    async with serving_4k(recording_tokenizer, script) as server:
         response = await server.post(prompt=[5] * 500, max_tokens=0, **request_fields)
         assert response.status_code == 200
         assert threads and get_ident() not in threads
-        for long in (
+        for too_many in (
             {"prompt": [[5] * 4000] * 2, "n": 8},
             {"prompt": [5] * 2000, "stream": True},
         ):
-            error = (await server.post(**long, max_tokens=0, **request_fields)).json()[
-                "error"
-            ]
+            error = (
+                await server.post(**too_many, max_tokens=0, **request_fields)
+            ).json()["error"]
             assert (
                 error["param"] in request_fields and error["code"] == "invalid_request"
             )
@@ -420,7 +435,7 @@ async def test_engine_that_scores_too_few_tokens_is_an_error(tokenizer):
 
 
 async def counting(request: AddRequest) -> AsyncIterator[TokenDelta]:
-    """Return deltas in which choice k repeats the token (last prompt token + 1 + k)."""
+    """Yield deltas in which choice k repeats the token (last prompt token + 1 + k)."""
     deltas = [
         {"choice": choice, "token_ids": [request.token_ids[-1] + 1 + choice]}
         for _ in range(request.max_tokens)
@@ -441,16 +456,16 @@ async def test_choices_of_several_prompts_have_indices_in_order(tokenizer, path)
     prompts = {"prompt": [[10], [20, 30]]} if path == TEXT else {}
     ids = [[11, 11], [12, 12], [13, 13], [31, 31], [32, 32], [33, 33]]
     async with serving(tokenizer, counting) as server:
-        whole = await post_both_ways(
+        complete_response = await post_both_ways(
             server, path, **prompts, n=3, max_tokens=2, return_token_ids=True
         )
         assert {add.num_choices for add in server.engine.added} == {3}
         if path == CHAT:
-            assert [c["index"] for c in whole["choices"]] == [0, 1, 2]
+            assert [c["index"] for c in complete_response["choices"]] == [0, 1, 2]
             return
-        assert [c["index"] for c in whole["choices"]] == list(range(6))
-        assert [c["token_ids"] for c in whole["choices"]] == ids
-        assert whole["usage"] == usage(prompt=3, completion=12, cached=2)
+        assert [c["index"] for c in complete_response["choices"]] == list(range(6))
+        assert [c["token_ids"] for c in complete_response["choices"]] == ids
+        assert complete_response["usage"] == usage(prompt=3, completion=12, cached=2)
         answer = await server.post(**prompts, n=3)
         assert answer.headers["x-baton-kv"] == "transferred=2, recomputed=3, skipped=4"
         streamed = await server.post(prompt=[1, 2, 3], stream=True)

@@ -1,4 +1,4 @@
-"""A message's content is a text, null or absent for the chat template."""
+"""Chat templates receive a message's content as text, as null, or not at all."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.rigs.http_server import serving_4k, with_template
 
-# Writes the content in the way in which released models' templates do.
+# Writes the content like the templates of released models.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:
 {%- if 'content' not in m %}absent{% elif m.content is none %}null
 {%- elif m.content == '' %}empty{% else %}{{ m.content }}{% endif %}
@@ -22,10 +22,11 @@ USER = {"role": "user", "content": "Hi"}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
 
 
-async def prompts(
+async def send_for_prompts(
     tokenizer: Any, template: str, path: str, body: dict[str, Any]
 ) -> list[str]:
-    """Return the prompt's text, which must be the same for /tokenize."""
+    """Send a request. Return the text of the prompt. If the request has messages, also
+    return the text that /tokenize encodes."""
     shaped = with_template(tokenizer, template)
     async with serving_4k(shaped) as server:
         response = await server.http.post(path, json={"model": "m", **body})
@@ -52,7 +53,7 @@ async def test_templates_receive_the_content_that_the_client_sent(
 ):
     turn = {"role": "assistant", "tool_calls": CALLS, **content}
     body = {"messages": [USER, turn, RESULT]}
-    actual = await prompts(tokenizer, TEMPLATE, "/v1/chat/completions", body)
+    actual = await send_for_prompts(tokenizer, TEMPLATE, "/v1/chat/completions", body)
     assert actual == [f"user:Hi;assistant:{expected} calls;tool:2;"] * 2
 
 
@@ -61,7 +62,7 @@ async def test_templates_receive_the_content_that_the_client_sent(
 )
 async def test_turn_with_only_reasoning_has_no_content(tokenizer, content, expected):
     turn = {"role": "assistant", "reasoning_content": "hm", **content}
-    actual = await prompts(
+    actual = await send_for_prompts(
         tokenizer, TEMPLATE, "/v1/chat/completions", {"messages": [USER, turn]}
     )
     assert actual == [f"user:Hi;assistant:{expected};"] * 2
@@ -70,12 +71,12 @@ async def test_turn_with_only_reasoning_has_no_content(tokenizer, content, expec
 async def test_templates_that_test_for_null_content_write_calls(tokenizer):
     turn = {"role": "assistant", "content": None, "tool_calls": CALLS}
     body = {"messages": [USER, turn, RESULT]}
-    actual = await prompts(tokenizer, DEEPSEEK, "/v1/chat/completions", body)
+    actual = await send_for_prompts(tokenizer, DEEPSEEK, "/v1/chat/completions", body)
     assert actual == ["user:Hi;<call>addtool:2;"] * 2
 
 
-# How templates of released models write a content: GLM-4.5's tests its type first,
-# others add it to a text, and some write the whole message as JSON.
+# How templates of released models write a content. GLM-4.5's template tests the type of
+# the content first. Others add the content to a text, or write the message as JSON.
 WRITERS = {
     "{% macro text(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not "
     "mapping %}{% for part in c %}{{ part.text }}{% endfor %}{% else %}{{ c }}{% endif "
@@ -105,7 +106,7 @@ async def test_template_writes_null_content_as_empty_text(tokenizer, writer):
         template = template.replace("[m]", "[{'content': m.content, 'role': m.role}]")
     turn = {"role": "assistant", "content": None, "tool_calls": CALLS}
     body = {"messages": [USER, turn]}
-    actual = await prompts(tokenizer, template, "/v1/chat/completions", body)
+    actual = await send_for_prompts(tokenizer, template, "/v1/chat/completions", body)
     assert actual == [f">{WRITERS[writer]}"] * 2
 
 
@@ -139,7 +140,7 @@ async def test_calls_of_the_responses_api_have_a_null_content(
     }
     output = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
     body = {"input": [USER, *items, call, output]}
-    actual = await prompts(tokenizer, TEMPLATE, "/v1/responses", body)
+    actual = await send_for_prompts(tokenizer, TEMPLATE, "/v1/responses", body)
     assert actual == [f"user:Hi;assistant:{expected};tool:2;"]
 
 
@@ -163,5 +164,5 @@ async def test_turn_without_content_can_be_continued(tokenizer):
     turn = {"role": "assistant", "content": None, "reasoning_content": "hm"}
     body = {"messages": [USER, turn], "continue_final_message": True}
     plain = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    actual = await prompts(tokenizer, plain, "/v1/chat/completions", body)
+    actual = await send_for_prompts(tokenizer, plain, "/v1/chat/completions", body)
     assert actual == ["user:Hi;assistant:"] * 2

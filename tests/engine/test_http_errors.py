@@ -32,8 +32,9 @@ from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import hang
 
 
-class Retaining(ServerHooks):
-    """Hooks that retain all KV. Responses refer to the KV with `size` bytes."""
+class RetainingHooks(ServerHooks):
+    """Hooks that retain all KV. A response refers to the KV with `num_bytes` bytes, or
+    not at all if `num_bytes` is None."""
 
     def __init__(self, num_bytes: int | None) -> None:
         self._num_bytes = num_bytes
@@ -78,14 +79,14 @@ async def test_later_failure_ends_the_stream_without_done(tokenizer):
         actual = events(await server.post(stream=True))
         assert [name for name, _ in actual] == ["message", "message", "error"]
         assert actual[-1][1]["error"]["code"] == "transfer_failed"
-        whole = await server.post()
-        assert whole.status_code == 502
+        complete_response = await server.post()
+        assert complete_response.status_code == 502
         ended = {"endpoint": "completions", "outcome": "error"}
         assert metric(server.metrics, "baton_requests", **ended) == 2
         assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
-async def test_one_failing_prompt_ends_the_others(tokenizer):
+async def test_failure_of_one_prompt_ends_the_other_prompts(tokenizer):
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         if request.token_ids == [2]:
             yield TokenDelta(
@@ -152,31 +153,31 @@ async def test_client_disconnect_aborts_its_sequences(tokenizer, stage):
         assert metric(server.metrics, "baton_requests_in_progress") == 0
 
 
-@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("disconnects", [True, False])
 async def test_kv_retained_for_an_answer_that_never_comes_is_released(
-    tokenizer, leaves
+    tokenizer, disconnects
 ):
     """The KV of a call's first prompts is leased while the last prompt is computed."""
 
-    reported = asyncio.Event()
+    first_ended = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         if request.token_ids == [1]:
             yield TokenDelta(
                 request_id=request.request_id, finish_reason="length", usage=KVUsage()
             )
-            reported.set()
-        elif leaves:
+            first_ended.set()
+        elif disconnects:
             await asyncio.Event().wait()
         else:
-            await reported.wait()
+            await first_ended.wait()
             error = ErrorInfo("overloaded", "full")
             yield TokenDelta(request_id=request.request_id, error=error)
 
-    async with serving(tokenizer, script, Retaining(None)) as server:
+    async with serving(tokenizer, script, RetainingHooks(None)) as server:
         pending = asyncio.create_task(server.post(prompt=[[1], [2]], max_tokens=1))
-        await reported.wait()
-        if leaves:
+        await first_ended.wait()
+        if disconnects:
             pending.cancel()
         else:
             assert (await pending).status_code == 503
@@ -185,15 +186,15 @@ async def test_kv_retained_for_an_answer_that_never_comes_is_released(
             await asyncio.sleep(0)
 
 
-async def test_request_whose_answer_cannot_begin_is_aborted_in_the_engine(
+async def test_request_is_aborted_in_the_engine_if_its_answer_cannot_begin(
     tokenizer, monkeypatch
 ):
-    def fails(*_: Any) -> None:
+    def raise_error(*_: Any) -> None:
         raise RuntimeError("no such thing")
 
     async with serving(tokenizer, hang) as server:
         with monkeypatch.context() as patched:
-            patched.setattr("engine.http.call.PromptGeneration", fails)
+            patched.setattr("engine.http.call.PromptGeneration", raise_error)
             failed = await server.post()
         assert (failed.status_code, failed.json()["error"]["code"]) == (
             500,
@@ -207,22 +208,23 @@ async def test_request_whose_answer_cannot_begin_is_aborted_in_the_engine(
 # -- answers that refer to leased KV ---------------------------------------------------
 
 
-class Refusing(ServerHooks):
+class ReleasingHooks(ServerHooks):
     """Hooks that release one lease for each refused request."""
 
     def release_messages(self, kv_transfer_params: object) -> list[AbortRequest]:
         return [AbortRequest("a lease")]
 
 
-async def _is_let_go(server: Server) -> bool:
+async def _wait_until_released(server: Server) -> bool:
     while not server.engine.aborted:
         await asyncio.sleep(0.001)
-    return server.engine.aborted == [one.request_id for one in server.engine.added]
+    request_ids = [request.request_id for request in server.engine.added]
+    return server.engine.aborted == request_ids
 
 
 @pytest.mark.parametrize("num_bytes", [10, 1 << 20])
 async def test_kv_stays_retained_for_a_client_that_has_its_answer(tokenizer, num_bytes):
-    async with serving(tokenizer, scripted(end()), Retaining(num_bytes)) as server:
+    async with serving(tokenizer, scripted(end()), RetainingHooks(num_bytes)) as server:
         for headers in ({}, {"Connection": "close"}):
             answer = await server.post(headers=headers, max_tokens=1)
             assert answer.json()["kv_transfer_params"] == "x" * num_bytes
@@ -232,20 +234,20 @@ async def test_kv_stays_retained_for_a_client_that_has_its_answer(tokenizer, num
 
 
 async def test_kv_to_which_no_answer_refers_is_released(tokenizer):
-    async with serving(tokenizer, scripted(end()), Retaining(None)) as server:
+    async with serving(tokenizer, scripted(end()), RetainingHooks(None)) as server:
         assert (await server.post(max_tokens=1)).status_code == 200
-        assert await _is_let_go(server)
+        assert await _wait_until_released(server)
 
 
 async def test_kv_is_released_when_the_client_disconnects_within_a_long_answer(
     tokenizer,
 ):
-    async with serving(tokenizer, scripted(end()), Retaining(16 << 20)) as server:
+    async with serving(tokenizer, scripted(end()), RetainingHooks(16 << 20)) as server:
         with await connected(server) as client:
             await send_request(client, max_tokens=1)
             await asyncio.get_running_loop().sock_recv(client, 100)
             assert server.engine.aborted == []
-        assert await _is_let_go(server)
+        assert await _wait_until_released(server)
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
@@ -253,27 +255,31 @@ async def test_kv_is_released_when_the_client_disconnected_just_before_the_answe
     tokenizer, turns
 ):
     """The client disconnects in different turns of the event loop. In one of the turns
-    the server has not noticed it yet, so bytes that it sends are lost without an error.
+    the server has not noticed the disconnect, so the answer is lost without an error.
     """
-    made: list[socket.socket] = []
+    sockets: list[socket.socket] = []
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        made[0].close()
+        sockets[0].close()
         for _ in range(turns):
             await asyncio.sleep(0)
         yield TokenDelta(request_id=request.request_id, **end())
 
-    async with serving(tokenizer, script, Retaining(10)) as server:
-        made.append(await connected(server))
-        await send_request(made[0], max_tokens=1)
-        assert await _is_let_go(server)
+    async with serving(tokenizer, script, RetainingHooks(10)) as server:
+        sockets.append(await connected(server))
+        await send_request(sockets[0], max_tokens=1)
+        assert await _wait_until_released(server)
 
 
-@pytest.mark.parametrize("lent", [False, True])
-async def test_refused_request_leaves_a_lease_that_its_sender_releases(tokenizer, lent):
-    async with serving(tokenizer, hooks=Refusing(), ready=None) as server:
-        reported: list[EngineInput] = []
-        server.engine.send = reported.append  # type: ignore[method-assign]
-        answer = await server.post(kv_transfer_params={"sender_releases": lent})
+@pytest.mark.parametrize("sender_releases", [False, True])
+async def test_refused_request_leaves_a_lease_that_its_sender_releases(
+    tokenizer, sender_releases
+):
+    async with serving(tokenizer, hooks=ReleasingHooks(), ready=None) as server:
+        messages: list[EngineInput] = []
+        server.engine.send = messages.append  # type: ignore[method-assign]
+        answer = await server.post(
+            kv_transfer_params={"sender_releases": sender_releases}
+        )
         assert answer.status_code == 503
-        assert reported == ([] if lent else [AbortRequest("a lease")])
+        assert messages == ([] if sender_releases else [AbortRequest("a lease")])

@@ -18,7 +18,7 @@ COMPLETIONS, CHAT, RESPONSES = (
     "/v1/chat/completions",
     "/v1/responses",
 )
-ALL = (COMPLETIONS, CHAT, RESPONSES)
+ALL_PATHS = (COMPLETIONS, CHAT, RESPONSES)
 IGNORED: Final = "ignored"
 
 # Writes the history and the variables that a chat request can set.
@@ -30,87 +30,91 @@ THOUGHT = {"type": "thinking", "thinking": "hm"}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
-def prompt(text: str) -> Any:
+def has_prompt(text: str) -> Any:
     return lambda tokenizer, add: tokenizer.decode(add.token_ids) == text
 
 
-def grammar(**members: Any) -> Any:
+def has_grammar(**expected_fields: Any) -> Any:
     def holds(tokenizer: Tokenizer, add: AddRequest) -> bool:
         actual = add.sampling.grammar
         return actual is not None and all(
-            getattr(actual, n) == v for n, v in members.items()
+            getattr(actual, n) == v for n, v in expected_fields.items()
         )
 
     return holds
 
 
-# Endpoints, fields and outcomes: IGNORED, a check of the AddRequest, or a refusal.
+# Endpoints, fields, and the outcome: IGNORED, a check of the AddRequest, or the text of
+# a refusal.
 TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
-    (ALL, {"metadata": {"run": "7"}}, IGNORED),
-    (ALL, {"store": True}, IGNORED),
-    *((ALL, {"service_tier": tier}, IGNORED) for tier in ("auto", "flex", "priority")),
-    (ALL, {"prompt_cache_key": "session 7"}, IGNORED),
-    (ALL, {"prompt_cache_retention": "24h"}, IGNORED),
-    (ALL, {"prompt_cache_options": {"ttl": "30m"}}, IGNORED),
-    (ALL, {"cache_salt": "a"}, lambda _, add: len(add.cache_salt) == 32),
+    (ALL_PATHS, {"metadata": {"run": "7"}}, IGNORED),
+    (ALL_PATHS, {"store": True}, IGNORED),
+    *((ALL_PATHS, {"service_tier": tier}, IGNORED)
+      for tier in ("auto", "flex", "priority")),
+    (ALL_PATHS, {"prompt_cache_key": "session 7"}, IGNORED),
+    (ALL_PATHS, {"prompt_cache_retention": "24h"}, IGNORED),
+    (ALL_PATHS, {"prompt_cache_options": {"ttl": "30m"}}, IGNORED),
+    (ALL_PATHS, {"cache_salt": "a"}, lambda _, add: len(add.cache_salt) == 32),
     ((CHAT,), {"prediction": {"type": "content", "content": "Yo"}}, IGNORED),
     ((RESPONSES,), {"client_metadata": {"installation": "7"}}, IGNORED),
-    (ALL, {"safety_identifier": "abc", "user": "u"}, IGNORED),
-    (ALL, {"stream": True, "stream_options": {"include_obfuscation": True}}, IGNORED),
-    (ALL, {"stream_options": {"include_obfuscation": True}},
+    (ALL_PATHS, {"safety_identifier": "abc", "user": "u"}, IGNORED),
+    (ALL_PATHS, {"stream": True, "stream_options": {"include_obfuscation": True}},
+     IGNORED),
+    (ALL_PATHS, {"stream_options": {"include_obfuscation": True}},
      "`stream_options` needs `stream`"),
-    (ALL, {"store": "yes"}, "`store` is \"yes\"; it must be true or false."),
-    (ALL, {"frobnicate": 1}, "`frobnicate` is not supported"),
+    (ALL_PATHS, {"store": "yes"}, "`store` is \"yes\"; it must be true or false."),
+    (ALL_PATHS, {"frobnicate": 1}, "`frobnicate` is not supported"),
     ((COMPLETIONS,), {"suffix": "end"},
      "`suffix` is \"end\", which is not implemented"),
     ((COMPLETIONS, CHAT), {"logit_bias": {"5": -100}},
      lambda _, add: add.sampling.logit_bias == {5: -100.0}),
     ((COMPLETIONS, CHAT), {"allowed_token_ids": [5, 9]},
-     grammar(kind="any", allowed=(5, 9))),
+     has_grammar(kind="any", allowed=(5, 9))),
     ((COMPLETIONS, CHAT), {"allowed_token_ids": [5], "guided_regex": "a+"},
-     grammar(kind="regex", text="a+", allowed=(5,))),
+     has_grammar(kind="regex", text="a+", allowed=(5,))),
     ((COMPLETIONS, CHAT), {"allowed_token_ids": [999]},
      "`allowed_token_ids` has the token id 999"),
     ((COMPLETIONS, CHAT), {"allowed_token_ids": []},
      "it must be a list of 1 to 65536 token ids"),
     ((COMPLETIONS, CHAT), {"bad_words": []}, IGNORED),
-    ((COMPLETIONS, CHAT), {"bad_words": ["a", "bc"]}, lambda tokenizer, add: grammar(
+    ((COMPLETIONS, CHAT), {"bad_words": ["a", "bc"]},
+     lambda tokenizer, add: has_grammar(
         kind="any", banned=tuple(tuple(tokenizer.encode(word)) for word in ("a", "bc"))
     )(tokenizer, add)),
     ((COMPLETIONS, CHAT), {"bad_words": [""]},
      "`bad_words` is [\"\"]; it must be a list of"),
     ((CHAT,), {"parallel_tool_calls": False}, IGNORED),
-    ((CHAT,), {"verbosity": "low"}, prompt("user:Hi|;,,,low")),
-    ((RESPONSES,), {"text": {"verbosity": "low"}}, prompt("user:Hi|;,,,low")),
+    ((CHAT,), {"verbosity": "low"}, has_prompt("user:Hi|;,,,low")),
+    ((RESPONSES,), {"text": {"verbosity": "low"}}, has_prompt("user:Hi|;,,,low")),
     # The engine ignores this field: test_http_reasoning.py tests the response.
     ((CHAT,), {"include_reasoning": False}, IGNORED),
     ((CHAT,), {"verbosity": "loud"}, "it must be low, medium or high"),
-    ((CHAT,), {"reasoning_effort": "high"}, prompt("user:Hi|;True,True,high,")),
-    ((CHAT,), {"reasoning_effort": "none"}, prompt("user:Hi|;False,False,,")),
+    ((CHAT,), {"reasoning_effort": "high"}, has_prompt("user:Hi|;True,True,high,")),
+    ((CHAT,), {"reasoning_effort": "none"}, has_prompt("user:Hi|;False,False,,")),
     ((CHAT,), {"reasoning_effort": 3},
      "`reasoning_effort` is 3; it must be none, minimal, low"),
-    ((CHAT,), {"enable_thinking": False}, prompt("user:Hi|;False,False,,")),
+    ((CHAT,), {"enable_thinking": False}, has_prompt("user:Hi|;False,False,,")),
     ((CHAT,),
      {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": 5}},
-     prompt("user:Hi|;5,False,,")),
+     has_prompt("user:Hi|;5,False,,")),
     ((CHAT,), {"messages": [{**HISTORY[0], **CACHED}]}, IGNORED),
     ((CHAT,),
      {"messages": [{**HISTORY[0],
                     "content": [{"type": "text", "text": "Hi", **CACHED}]}]}, IGNORED),
     *(((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], name: "hm"}]},
-       prompt("user:Hi|;assistant:Yo|hmhm;,,,"))
+       has_prompt("user:Hi|;assistant:Yo|hmhm;,,,"))
       for name in ("reasoning_content", "reasoning")),
     # History as litellm sends it for Claude Code, for several providers, and as
     # OpenAI's client sends it.
     *(((CHAT,), {"messages": [HISTORY[0], {"role": "assistant", **turn}]},
-       prompt(f"user:Hi|;assistant:{text}|hmhm;,,,")) for text, turn in (
+       has_prompt(f"user:Hi|;assistant:{text}|hmhm;,,,")) for text, turn in (
         ("Yo", {"content": "Yo", "thinking_blocks": [{**THOUGHT, "signature": ""}]}),
         ("Yo", {"content": [THOUGHT, {"type": "text", "text": "Yo"}]}),
         ("", {"content": None, "thinking_blocks": [THOUGHT]}),
         ("", {"content": [THOUGHT]}),
         ("", {"content": None, "reasoning_content": "hm"}))),
     ((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], "parsed": {"a": 1}}]},
-     prompt("user:Hi|;assistant:Yo|;,,,")),
+     has_prompt("user:Hi|;assistant:Yo|;,,,")),
     ((CHAT,), {"messages": [{**HISTORY[0], "reasoning_content": ""}]}, IGNORED),
 ]  # fmt: skip
 
@@ -118,12 +122,12 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
 async def _post(
     server: Server, path: str, fields: dict[str, Any]
 ) -> tuple[int, str, AddRequest | None]:
-    local_name = {
+    prompt_fields = {
         COMPLETIONS: {},
         CHAT: {"messages": HISTORY[:1]},
         RESPONSES: {"input": "Hi"},
     }[path]
-    body: dict[str, Any] = {"seed": 7, **local_name, **fields}
+    body: dict[str, Any] = {"seed": 7, **prompt_fields, **fields}
     before = len(server.engine.added)
     if path == RESPONSES:
         answer = await server.http.post(path, json=body)
@@ -136,10 +140,10 @@ async def _post(
     return answer.status_code, text, added[0] if added else None
 
 
-@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("path", ALL_PATHS)
 async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
-    knowing = with_template(tokenizer, TEMPLATE)
-    async with serving_4k(knowing, text_script(knowing, "ok")) as server:
+    templated = with_template(tokenizer, TEMPLATE)
+    async with serving_4k(templated, text_script(templated, "ok")) as server:
         _, _, plain = await _post(server, path, {})
         assert plain is not None
         for paths, fields, outcome in TABLE:
@@ -153,10 +157,13 @@ async def test_each_field_is_honoured_ignored_or_refused(tokenizer, path):
             if outcome == IGNORED:
                 assert replace(add, request_id=plain.request_id) == plain, fields
             else:
-                assert outcome(knowing, add), (fields, knowing.decode(add.token_ids))
+                assert outcome(templated, add), (
+                    fields,
+                    templated.decode(add.token_ids),
+                )
 
 
-NUM_ITEMS = 123_457  # no list of anything else has this length
+NUM_ITEMS = 123_457  # no other list in this process has this length
 
 
 @pytest.mark.parametrize(
@@ -191,9 +198,9 @@ async def test_inputs_are_freed_while_an_answer_is_generated(
         await is_generating.wait()
         gc.collect()
         held = [
-            one
-            for one in gc.get_objects()
-            if type(one) is list and len(one) == NUM_ITEMS
+            item
+            for item in gc.get_objects()
+            if type(item) is list and len(item) == NUM_ITEMS
         ]
         assert not held
         may_end.set()

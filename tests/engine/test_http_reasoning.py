@@ -43,9 +43,9 @@ async def test_reasoning_is_separated_from_the_answer(
 ):
     if "continue_final_message" in request_fields:
         template += "{{ messages[-1].content }}"
-    knowing = with_template(tokenizer, template)
+    templated = with_template(tokenizer, template)
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        templated, text_script(templated, text, finish_reason="stop")
     ) as server:
         answer = (await server.chat(logprobs=False, **request_fields)).json()
         assert reasoning_and_content(answer["choices"][0]) == expected
@@ -67,10 +67,10 @@ async def test_reasoning_is_separated_from_the_answer(
 
 async def test_calls_are_read_only_after_the_reasoning(tokenizer):
     """Text within the reasoning is never a call, even if a call is required."""
-    knowing = with_template(tokenizer, OPEN)
+    templated = with_template(tokenizer, OPEN)
     text = f"Perhaps {CALL}.</think>\n{CALL}"
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        templated, text_script(templated, text, finish_reason="stop")
     ) as server:
         answer = (await server.chat(tools=[TOOL])).json()
         assert call_of(answer["choices"][0]) == ("add", '{"a": 1}')
@@ -78,13 +78,16 @@ async def test_calls_are_read_only_after_the_reasoning(tokenizer):
     named = {"type": "function", "function": {"name": "add"}}
     for text, calls in (("I", []), ('I</think>\n{"a": 1}', [("add", '{"a": 1}')])):
         async with serving_4k(
-            knowing, text_script(knowing, text, finish_reason="stop")
+            templated, text_script(templated, text, finish_reason="stop")
         ) as server:
             answer = (await server.chat(tools=[TOOL], tool_choice=named)).json()
             assert reasoning_and_content(answer["choices"][0])[0] == "I"
             actual = answer["choices"][0]["message"].get("tool_calls", [])
             functions = [call["function"] for call in actual]
-            assert [(one["name"], one["arguments"]) for one in functions] == calls
+            names_and_arguments = [
+                (function["name"], function["arguments"]) for function in functions
+            ]
+            assert names_and_arguments == calls
 
 
 @pytest.mark.parametrize(
@@ -106,9 +109,9 @@ async def test_calls_are_read_only_after_the_reasoning(tokenizer):
 async def test_call_ends_reasoning_that_is_never_closed(
     tokenizer, text, reason, expected, arguments, num_reasoning
 ):
-    knowing = with_template(tokenizer, OPEN)
+    templated = with_template(tokenizer, OPEN)
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason=reason)
+        templated, text_script(templated, text, finish_reason=reason)
     ) as server:
         answer = (await server.chat(tools=[TOOL], max_tokens=200)).json()
         (choice,) = answer["choices"]
@@ -134,21 +137,25 @@ async def test_call_ends_reasoning_that_is_never_closed(
 
 async def test_grammar_applies_after_the_reasoning(tokenizer):
     request = {"structured_outputs": {"regex": "a+"}}
-    for template, begins in ((TAGS, "perhaps"), (OPEN, "open"), ("plain", "")):
-        knowing = with_template(tokenizer, template)
-        async with serving_4k(knowing, text_script(knowing, "x")) as server:
+    for template, reasoning_start in ((TAGS, "perhaps"), (OPEN, "open"), ("plain", "")):
+        templated = with_template(tokenizer, template)
+        async with serving_4k(templated, text_script(templated, "x")) as server:
             await server.chat(**request)
             (add,) = server.engine.added
-            assert add.sampling.grammar == Grammar("regex", "a+", reasoning=begins)  # type: ignore[arg-type]
+            assert add.sampling.grammar == Grammar(
+                "regex", "a+", reasoning=reasoning_start
+            )  # type: ignore[arg-type]
 
 
 async def test_each_choice_has_its_own_reasoning(tokenizer):
-    knowing = with_template(tokenizer, OPEN)
-    ids = [knowing.encode(text) for text in ("I</think>a", "We</think>b")]
+    templated = with_template(tokenizer, OPEN)
+    ids = [templated.encode(text) for text in ("I</think>a", "We</think>b")]
     script = scripted(
-        *({"choice": at, "token_ids": ids[at]} for at in (1, 0)), end(0), end(1)
+        *({"choice": choice, "token_ids": ids[choice]} for choice in (1, 0)),
+        end(0),
+        end(1),
     )
-    async with serving_4k(knowing, script) as server:
+    async with serving_4k(templated, script) as server:
         choices = (await server.chat(n=2)).json()["choices"]
         assert [reasoning_and_content(choice) for choice in choices] == [
             ("I", "a"),

@@ -29,10 +29,10 @@ from tests.rigs.metric import metric
 from tests.rigs.scripted_engine import hang
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-LONG = "context_length_exceeded"
+CONTEXT_LENGTH_CODE = "context_length_exceeded"
 HI = [{"role": "user", "content": "Hi"}]
-OBJEKT = {"type": "objekt"}
-NAMED = {"name": "n", "schema": OBJEKT}
+INVALID_SCHEMA = {"type": "objekt"}
+NAMED_SCHEMA = {"name": "n", "schema": INVALID_SCHEMA}
 
 
 def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
@@ -69,15 +69,17 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         (RESPONSES, {"input": "Hi", "max_output_tokens": 63}, 400, "max_output_tokens",
          "`max_output_tokens` asks for 63"),
         # Grammars are checked before the engine receives a request.
-        (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, 400,
+        (CHAT,
+         {"response_format": {"type": "json_schema", "json_schema": NAMED_SCHEMA}}, 400,
          "response_format.json_schema.schema", "objekt"),
         (CHAT, {"structured_outputs": {"regex": "(a"}}, 400, "structured_outputs.regex",
          ""),
         (CHAT, {"guided_grammar": "start: gone"}, 400, "guided_grammar", "gone"),
-        (CHAT, {"tools": [tool(OBJEKT)], "tool_choice": "required"}, 400,
+        (CHAT, {"tools": [tool(INVALID_SCHEMA)], "tool_choice": "required"}, 400,
          "tools[0].function.parameters", "objekt"),
         (RESPONSES,
-         {"input": "Hi", "tools": [{"type": "function", **tool(OBJEKT)["function"]}],
+         {"input": "Hi",
+          "tools": [{"type": "function", **tool(INVALID_SCHEMA)["function"]}],
           "tool_choice": "required"}, 400, "tools[0].parameters", "objekt"),
         (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
                 "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
@@ -107,7 +109,9 @@ async def test_bad_input_is_refused_clearly(
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (status, param)
         assert re.search(message, error["message"])
-        assert (error["code"] == LONG) == ("context length" in error["message"])
+        assert (error["code"] == CONTEXT_LENGTH_CODE) == (
+            "context length" in error["message"]
+        )
         assert error["type"] == "invalid_request_error" and error["retryable"] is False
         assert server.engine.added == []
         assert metric(server.metrics, "baton_requests_in_progress") == 0
@@ -140,7 +144,7 @@ async def test_template_refusal_names_the_clients_field(tokenizer, path, field):
 async def test_prompts_times_choices_and_tokens_are_bounded(
     tokenizer, monkeypatch, fields, param
 ):
-    # Only the limit of 8 sequences applies.
+    # With 0 tokens, only the limit of 8 sequences applies.
     monkeypatch.setattr(http_limits, "MAX_REQUEST_TOKENS", 0)
     script = scripted(*(end(choice) for choice in range(fields.get("n", 1))))
     async with serving(tokenizer, script) as server:
@@ -169,21 +173,19 @@ def test_schemas_of_all_tools_share_a_limit():
 # -- bodies and connections ------------------------------------------------------------
 
 
-async def test_members_added_by_a_proxy_do_not_count_towards_the_limit(
+async def test_fields_added_by_a_proxy_do_not_count_towards_the_limit(
     tokenizer, monkeypatch
 ):
     added = {"note": "x" * MAX_BODY}  # such as the logprobs of a long prompt
     async with serving(tokenizer) as server:
         assert (await server.post(kv_transfer_params=added)).status_code == 200
-        handed_back = {"kv_transfer_params": added}
-        assert (
-            await server.http.post("/release_kv", json=handed_back)
-        ).status_code == 200
+        released = {"kv_transfer_params": added}
+        assert (await server.http.post("/release_kv", json=released)).status_code == 200
         response = await server.post(kv_transfer_params=added, user="x" * MAX_BODY)
         assert response.status_code == 413
         assert f"limit is {MAX_BODY} bytes" in response.json()["error"]["message"]
         monkeypatch.setattr("engine.http.middleware.MAX_MARKS", 100)
-        # Decoding many values delays all streams.
+        # Many values are refused, because decoding them delays all streams.
         for values, status in ((41, 200), (42, 413)):
             many = {**added, "values": [[]] * values}
             assert (await server.post(kv_transfer_params=many)).status_code == status
@@ -201,16 +203,16 @@ async def test_server_full_of_bodies_still_accepts_releases_and_operator_orders(
             ("/migrate", {"requests": 1}),
             (TEXT, {"prompt": "ab"}),
         ]
-        reported = [
-            (await server.http.post(path, json=members)).status_code
-            for path, members in posts
+        statuses = [
+            (await server.http.post(path, json=fields)).status_code
+            for path, fields in posts
         ]
         request.cancel()
-        assert reported == [200, 200, 429]
+        assert statuses == [200, 200, 429]
 
 
 @pytest.mark.parametrize(
-    ("path", "members"),
+    ("path", "fields"),
     [
         (TEXT, '"model": "m", "prompt": %s'),
         (CHAT, '"model": "m", "messages": [], "guided_json": %s'),
@@ -218,10 +220,10 @@ async def test_server_full_of_bodies_still_accepts_releases_and_operator_orders(
         ("/tokenize", '"messages": [{"role": "user", "content": %s}]'),
     ],
 )
-async def test_body_of_any_depth_is_a_client_error(tokenizer, path, members):
-    """Some depths can be parsed, but exceed the stack in an error message."""
+async def test_body_of_any_depth_is_a_client_error(tokenizer, path, fields):
+    """Some depths can be parsed, but overflow the stack when the error is written."""
     depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit())
-    bodies = ["{" + members % ("[" * depth + "]" * depth) + "}" for depth in depths]
+    bodies = ["{" + fields % ("[" * depth + "]" * depth) + "}" for depth in depths]
     async with serving(tokenizer) as server:
         posts = [server.http.post(path, content=body) for body in bodies]
         for response in await asyncio.gather(*posts):
@@ -242,7 +244,7 @@ async def test_bodies_of_too_many_members_are_refused_with_the_number_and_the_li
     assert f"the limit is {MAX_NODES}" in message
 
 
-async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):
+async def test_unknown_routes_and_methods_are_refused_with_a_typed_error(tokenizer):
     async with serving(tokenizer) as server:
         missing = await server.http.get("/v2/completions")
         assert (missing.status_code, missing.json()["error"]["code"]) == (
@@ -263,14 +265,17 @@ async def test_unknown_routes_and_methods_have_the_same_shape(tokenizer):
 )
 async def test_head_is_answered_like_get_without_a_body(tokenizer, path):
     async with serving(tokenizer) as server:
-        whole = await server.http.get(path)
-        head = await server.http.head(path)
-        assert (head.status_code, head.content) == (
-            whole.status_code,
+        get_response = await server.http.get(path)
+        head_response = await server.http.head(path)
+        assert (head_response.status_code, head_response.content) == (
+            get_response.status_code,
             b"",
-        ) and head.is_success
-        assert head.headers["content-type"] == whole.headers["content-type"]
-        assert "content-length" in head.headers
+        ) and head_response.is_success
+        assert (
+            head_response.headers["content-type"]
+            == get_response.headers["content-type"]
+        )
+        assert "content-length" in head_response.headers
         refused = await server.http.delete(path)
         assert refused.status_code == 405
         assert sorted(refused.headers["allow"].split(", ")) == ["GET", "HEAD"]

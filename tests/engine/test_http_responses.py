@@ -17,14 +17,15 @@ from tests.rigs.http_server import (
     with_template,
 )
 
-# Writes the messages that the template receives as JSON.
-SHOWS = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
+# Writes each field of the messages that the template receives.
+TEMPLATE = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
 |{{ m.reasoning_content }}|{{ m.tool_call_id }}|\
 {{ m.tool_calls | tojson if m.tool_calls }};\
 {% endfor %}\
 {{ tools | length if tools }},{{ reasoning_effort }}"
 FLAT = {"type": "function", "strict": True, "defer_loading": False, **TOOL["function"]}
-PIECES = [
+# Texts of the model, and the types of the items in the response.
+OUTPUTS = [
     ("<think>I add.</think>\nSo: ", ("reasoning", "message")),
     ("Hello", ("message",)),
     ("", ("message",)),
@@ -44,17 +45,17 @@ def client_of(server: Server) -> openai.AsyncOpenAI:
     )
 
 
-def _shown(item: Any) -> str:
+def _text_of(item: Any) -> str:
     if item.type == "function_call":
         return f"{item.name}({item.arguments})"
     return "".join(part.text for part in item.content or [])
 
 
-@pytest.mark.parametrize(("text", "kinds"), PIECES)
+@pytest.mark.parametrize(("text", "kinds"), OUTPUTS)
 async def test_client_reads_the_same_items_with_and_without_a_stream(
     tokenizer, text, kinds
 ):
-    knowing = with_template(tokenizer, SHOWS)
+    templated = with_template(tokenizer, TEMPLATE)
     request: Any = {
         "model": "m",
         "input": "1 + 1?",
@@ -62,18 +63,18 @@ async def test_client_reads_the_same_items_with_and_without_a_stream(
         "reasoning": {"effort": "low"},
     }
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        templated, text_script(templated, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
-            whole = await client.responses.create(**request)
+            complete_response = await client.responses.create(**request)
             async with client.responses.stream(**request) as stream:
-                reported = [event async for event in stream]
+                stream_events = [event async for event in stream]
                 final = await stream.get_final_response()
-        actual = knowing.decode(server.engine.added[0].token_ids)
-    assert actual.endswith("1,low") and whole.reasoning.effort == "low"
-    assert tuple(item.type for item in whole.output) == kinds
-    shown = [_shown(item) for item in whole.output]
-    assert shown == [_shown(item) for item in final.output]
+        actual = templated.decode(server.engine.added[0].token_ids)
+    assert actual.endswith("1,low") and complete_response.reasoning.effort == "low"
+    assert tuple(item.type for item in complete_response.output) == kinds
+    shown = [_text_of(item) for item in complete_response.output]
+    assert shown == [_text_of(item) for item in final.output]
     output = (
         text.replace(CALL, 'add({"a": 1})')
         .replace("<think>", "")
@@ -81,39 +82,48 @@ async def test_client_reads_the_same_items_with_and_without_a_stream(
     )
     assert "".join(shown) == output.replace("</think>", "")
     assert len({item.id for item in final.output}) == len(kinds)
-    assert [event.type for event in reported].count("response.output_item.done") == len(
-        kinds
+    assert [event.type for event in stream_events].count(
+        "response.output_item.done"
+    ) == len(kinds)
+    assert [event.sequence_number for event in stream_events] == list(
+        range(len(stream_events))
     )
-    assert [event.sequence_number for event in reported] == list(range(len(reported)))
     assert (
-        reported[0].type == "response.created"
-        and reported[-1].type == "response.completed"
+        stream_events[0].type == "response.created"
+        and stream_events[-1].type == "response.completed"
     )
-    details = whole.usage.output_tokens_details
+    details = complete_response.usage.output_tokens_details
     assert (details.reasoning_tokens > 0) == ("reasoning" in kinds)
 
 
 async def test_failed_stream_ends_with_the_error_that_each_client_expects(tokenizer):
-    """OpenAI's client raises an error event. Other clients expect a failed response."""
+    """OpenAI's client raises an exception for an error event. Other clients expect a
+    failed response."""
     script = failing_after(2)
     request: Any = {"model": "m", "input": "1 + 1?", "stream": True}
     async with serving_4k(tokenizer, script) as server, client_of(server) as client:
         with pytest.raises(openai.APIError, match="it broke"):
             _ = [event async for event in await client.responses.create(**request)]
-        *reported, error, failed = events(
+        *stream_events, error, failed = events(
             await server.http.post("/v1/responses", json=request)
         )
     assert [name for name, _ in (error, failed)] == ["error", "response.failed"]
-    numbers = [event["sequence_number"] for _, event in (*reported, error, failed)]
+    numbers = [event["sequence_number"] for _, event in (*stream_events, error, failed)]
     assert numbers == list(range(len(numbers)))
     raised = ResponseErrorEvent.model_validate(error[1], strict=True)
     assert (raised.code, raised.message) == (
         "transfer_failed",
         error[1]["error"]["message"],
     )
-    whole = ResponseFailedEvent.model_validate(failed[1]).response
-    assert (whole.id, whole.status) == (reported[0][1]["response"]["id"], "failed")
-    assert whole.error is not None and whole.error.message == raised.message
+    failed_response = ResponseFailedEvent.model_validate(failed[1]).response
+    assert (failed_response.id, failed_response.status) == (
+        stream_events[0][1]["response"]["id"],
+        "failed",
+    )
+    assert (
+        failed_response.error is not None
+        and failed_response.error.message == raised.message
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,10 +134,10 @@ async def test_conversation_with_calls_can_be_sent_back_unchanged(
     tokenizer, text, output
 ):
     """Templates refuse a turn between a call and its output."""
-    knowing = with_template(tokenizer, SHOWS)
+    templated = with_template(tokenizer, TEMPLATE)
     text = f"<think>I add.</think>{text}"
     async with serving_4k(
-        knowing, text_script(knowing, text, finish_reason="stop")
+        templated, text_script(templated, text, finish_reason="stop")
     ) as server:
         async with client_of(server) as client:
             request: list[Any] = [{"role": "user", "content": "1 + 1?"}]
@@ -142,10 +152,10 @@ async def test_conversation_with_calls_can_be_sent_back_unchanged(
             }
             items = [item.model_dump(exclude_none=True) for item in first.output]
             await client.responses.create(model="m", input=[*request, *items, result])  # type: ignore[list-item]
-        actual = knowing.decode(server.engine.added[-1].token_ids)
+        actual = templated.decode(server.engine.added[-1].token_ids)
     function = {"name": "add", "arguments": {"a": 1}}
-    reported = {"id": call.call_id, "type": "function", "function": function}
-    turn = f"assistant:{output}|I add.||{json.dumps([reported])};"
+    call_in_prompt = {"id": call.call_id, "type": "function", "function": function}
+    turn = f"assistant:{output}|I add.||{json.dumps([call_in_prompt])};"
     assert actual == f"user:1 + 1?|||;{turn}tool:2||{call.call_id}|;,"
 
 

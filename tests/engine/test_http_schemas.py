@@ -1,4 +1,6 @@
-"""JSON schemas over HTTP: numbers stay exact, and only enforced schemas are refused."""
+"""JSON schemas over HTTP: numbers stay exact, and only schemas that must be enforced
+are refused.
+"""
 
 import json
 from typing import Any
@@ -18,10 +20,10 @@ NUMBERS = [
     "-3",
     "12.50",
 ]
-NAMED = '{"type":"function","function":{"name":"f"}}'
+NAMED_TOOL = '{"type":"function","function":{"name":"f"}}'
 
 # Schemas that agents send, with keywords that cannot be enforced.
-ODD: list[Any] = [
+UNENFORCEABLE: list[Any] = [
     {"type": "object", "properties": {"n": {"type": "integer", **INT64}}},
     {
         "type": "object",
@@ -58,12 +60,12 @@ def function(name: str, parameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "demand",
+    "field",
     [
         '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}],'
         '"tool_choice":"required"',
         '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}],'
-        '"tool_choice":' + NAMED,
+        '"tool_choice":' + NAMED_TOOL,
         '"response_format":{"type":"json_schema",'
         '"json_schema":{"name":"n","schema":%s}}',
         '"structured_outputs":{"json":%s}',
@@ -71,12 +73,12 @@ def function(name: str, parameters: Any) -> dict[str, Any]:
         '"guided_json":"%s"',
     ],
 )
-async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, demand):
+async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, field):
     schema = EXACT % ",".join(NUMBERS)
-    schema = schema.replace('"', r"\"") if '"%s"' in demand else schema
+    schema = schema.replace('"', r"\"") if '"%s"' in field else schema
     body = (
         '{"model":"m","messages":[{"role":"user","content":"Hi"}],'
-        + demand % schema
+        + field % schema
         + "}"
     )
     async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
@@ -93,8 +95,8 @@ async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, demand):
         for number in NUMBERS:
             written = number.rstrip("0") if "." in number else number
             assert any(
-                matches(grammar, f'{head}{{"id": {one}}}{tail}')
-                for one in (number, written)
+                matches(grammar, f'{head}{{"id": {digits}}}{tail}')
+                for digits in (number, written)
             ), number
         for wrong in (
             "1234567890123456768",
@@ -106,8 +108,8 @@ async def test_numbers_reach_the_engine_as_they_were_sent(tokenizer, demand):
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
-@pytest.mark.parametrize("parameters", ODD, ids=range(len(ODD)))
-async def test_optional_tools_are_served_whatever_their_schemas(
+@pytest.mark.parametrize("parameters", UNENFORCEABLE, ids=range(len(UNENFORCEABLE)))
+async def test_optional_tools_may_have_schemas_that_cannot_be_enforced(
     tokenizer, parameters, parser
 ):
     script = text_script(tokenizer, call("f", "7", parser), finish_reason="stop")
@@ -116,8 +118,8 @@ async def test_optional_tools_are_served_whatever_their_schemas(
         for choice in ("auto", None):
             response = await server.chat(tools=tools, tool_choice=choice)
             assert response.status_code == 200, response.text
-            (made,) = response.json()["choices"][0]["message"]["tool_calls"]
-            assert json.loads(made["function"]["arguments"])["n"] in (7, "7")
+            (tool_call,) = response.json()["choices"][0]["message"]["tool_calls"]
+            assert json.loads(tool_call["function"]["arguments"])["n"] in (7, "7")
         # If the request names a tool, the other tools are optional.
         named = {"type": "function", "function": {"name": "g"}}
         assert (await server.chat(tools=tools, tool_choice=named)).status_code == 200
@@ -195,5 +197,5 @@ async def test_numbers_of_a_call_reach_the_client_as_the_model_wrote_them(
         async with serving_4k(tokenizer, script, tool_call_parser=parser) as server:
             schema = {"type": "object", "properties": {"n": {"type": "number"}}}
             response = await server.chat(tools=[function("f", schema)])
-            (made,) = response.json()["choices"][0]["message"]["tool_calls"]
-            assert made["function"]["arguments"] == f'{{"n": {number}}}', parser
+            (tool_call,) = response.json()["choices"][0]["message"]["tool_calls"]
+            assert tool_call["function"]["arguments"] == f'{{"n": {number}}}', parser

@@ -19,14 +19,14 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
 from tests.rigs.http_server import CONTEXT, READY, serving, text_script
 
-_ROOMY = msgspec.structs.replace(READY, max_model_len=100_000)
+_LARGE_CONTEXT = msgspec.structs.replace(READY, max_model_len=100_000)
 
 
 # -- work off the event loop -----------------------------------------------------------
 
 
-class _Watched(Tokenizer):
-    """A tokenizer that records in which threads it rendered and tokenized."""
+class _RecordingTokenizer(Tokenizer):
+    """A tokenizer that records the threads in which it renders and tokenizes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
@@ -43,24 +43,24 @@ class _Watched(Tokenizer):
         return super().render_chat(messages, **options)
 
 
-_LONG = "x" * INLINE_CHARS
-_TOOL = {"type": "function", "function": {"name": "f", "description": _LONG}}
+_LONG_TEXT = "x" * INLINE_CHARS
+_TOOL = {"type": "function", "function": {"name": "f", "description": _LONG_TEXT}}
 _HI = {"role": "user", "content": "Hi"}
-_CALLING = {
+_LONG_CALL = {
     "role": "assistant",
-    "tool_calls": [{"function": {"name": "f", "arguments": {"a": _LONG}}}],
+    "tool_calls": [{"function": {"name": "f", "arguments": {"a": _LONG_TEXT}}}],
 }
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "aside"),
+    ("request_fields", "is_off_loop"),
     [
         ({"messages": [_HI]}, [False, False]),
-        ({"messages": [{"role": "user", "content": _LONG}]}, [True, True]),
+        ({"messages": [{"role": "user", "content": _LONG_TEXT}]}, [True, True]),
         ({"messages": [_HI] * 100}, [True, False]),
         ({"messages": [_HI], "tools": [_TOOL]}, [True, True]),
-        ({"messages": [{**_HI, "name": _LONG}]}, [True, False]),
-        ({"messages": [_CALLING]}, [True, True]),
+        ({"messages": [{**_HI, "name": _LONG_TEXT}]}, [True, False]),
+        ({"messages": [_LONG_CALL]}, [True, True]),
         (
             {"messages": [_HI], "bad_words": ["x" * 250] * 9},
             [True, False, *[True] * 18],
@@ -69,18 +69,22 @@ _CALLING = {
     ],
 )
 async def test_long_texts_are_rendered_and_tokenized_on_other_threads(
-    tokenizer, request_fields, aside
+    tokenizer, request_fields, is_off_loop
 ):
     """Any part of a request can be long: messages, tools, prompts or variables."""
-    watched = _Watched(tokenizer)
-    async with serving(watched, text_script(tokenizer, "x"), ready=_ROOMY) as server:
+    recorder = _RecordingTokenizer(tokenizer)
+    async with serving(
+        recorder, text_script(tokenizer, "x"), ready=_LARGE_CONTEXT
+    ) as server:
         assert (await server.chat(**request_fields)).status_code == 200
-        assert [thread != threading.get_ident() for thread in watched.threads] == aside
+        assert [
+            thread != threading.get_ident() for thread in recorder.threads
+        ] == is_off_loop
 
 
-@pytest.mark.parametrize(("num_messages", "aside"), [(10, False), (3000, True)])
+@pytest.mark.parametrize(("num_messages", "is_off_loop"), [(10, False), (3000, True)])
 async def test_large_bodies_are_checked_on_other_threads(
-    tokenizer, monkeypatch, num_messages, aside
+    tokenizer, monkeypatch, num_messages, is_off_loop
 ):
     threads: list[int] = []
 
@@ -88,34 +92,36 @@ async def test_large_bodies_are_checked_on_other_threads(
         threads.append(threading.get_ident())
         return validate(ChatRequest, members)
 
-    def guided(parsed: GenerationRequest) -> list[GuidedDecoding]:
-        threads.append(threading.get_ident())  # schemas of many tools take as long
+    def record_grammars(parsed: GenerationRequest) -> list[GuidedDecoding]:
+        # Checking the schemas of many tools may take as long as parsing the body.
+        threads.append(threading.get_ident())
         return guided_decodings(parsed)
 
     def prepare(
         hooks: ServerHooks, request: object, adds: list[AddRequest], ready: object
     ) -> Any:
-        # References to KV contain the logprobs of long prompts.
+        # Hooks may be slow, because KV references contain logprobs of long prompts.
         threads.append(threading.get_ident())
         return adds
 
-    monkeypatch.setattr("engine.http.generate.guided_decodings", guided)
+    monkeypatch.setattr("engine.http.generate.guided_decodings", record_grammars)
     monkeypatch.setattr(ServerHooks, "prepare", prepare)
     path = "/v1/chat/completions"
     monkeypatch.setitem(ENDPOINTS, path, ENDPOINTS[path]._replace(parse=parse))
 
     async with serving(
-        tokenizer, text_script(tokenizer, "x"), ready=_ROOMY, max_body=10**6
+        tokenizer, text_script(tokenizer, "x"), ready=_LARGE_CONTEXT, max_body=10**6
     ) as server:
         assert (await server.chat(messages=[_HI] * num_messages)).status_code == 200
-        assert [thread != threading.get_ident() for thread in threads] == [aside] * 3
+        assert [thread != threading.get_ident() for thread in threads] == [
+            is_off_loop
+        ] * 3
 
 
 # -- texts beyond the context ----------------------------------------------------------
 
-# Each byte of a text is a token of its own here, but for those of <end>. Texts that are
-# no longer than this are tokenized, and much longer ones where they are only to be
-# counted.
+# In these tests, <end> is one token, and each other byte is a token. Requests to
+# generate tokenize texts up to this length. /tokenize also tokenizes much longer texts.
 _MAX_CHARS = INLINE_CHARS
 
 
@@ -135,19 +141,19 @@ def _message(size: int) -> dict[str, Any]:
     ],
     ids=["tokenize", "tokenize chat", "completions", "chat", "responses", "tools"],
 )
-async def test_text_beyond_the_context_is_refused_untokenized(
+async def test_text_beyond_the_context_is_refused_after_its_first_piece(
     tokenizer, path, body, param
 ):
-    watched = _Watched(tokenizer)
-    async with serving(watched, max_body=2 * LONG_CHARS) as server:
+    recorder = _RecordingTokenizer(tokenizer)
+    async with serving(recorder, max_body=2 * LONG_CHARS) as server:
         response = await server.http.post(path, json={"model": "m", **body})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param)
         assert error["code"] == "context_length_exceeded"
         assert f"context length is {CONTEXT} tokens" in error["message"]
         assert "it has at least " in error["message"]
-        assert max(map(len, watched.encoded)) <= 1 << 16 and not server.engine.added
-        assert len(watched.encoded) == 1, "the first piece already has too many tokens"
+        assert max(map(len, recorder.encoded)) <= 1 << 16 and not server.engine.added
+        assert len(recorder.encoded) == 1, "the first piece already has too many tokens"
 
 
 async def test_texts_that_a_context_might_hold_are_tokenized(tokenizer):
@@ -180,46 +186,52 @@ async def test_text_left_out_by_a_template_does_not_count(tokenizer, monkeypatch
         assert server.engine.added[0].token_ids == tokenizer.encode("xxx")
 
 
-@pytest.mark.parametrize(("size", "at_once"), [(LONG_CHARS, 2), (LONG_CHARS + 1, 1)])
-async def test_very_long_texts_are_tokenized_one_at_a_time(tokenizer, size, at_once):
+@pytest.mark.parametrize(
+    ("size", "max_concurrent"), [(LONG_CHARS, 2), (LONG_CHARS + 1, 1)]
+)
+async def test_very_long_texts_are_tokenized_one_at_a_time(
+    tokenizer, size, max_concurrent
+):
     begun: list[int] = []
-    go_on = threading.Event()
+    may_end = threading.Event()
 
     def work() -> None:
         begun.append(1)
-        assert go_on.wait(120)
+        assert may_end.wait(120)
 
     texts = TextEncoder(tokenizer)
     running = [asyncio.create_task(texts.run(size, work)) for _ in range(2)]
     try:
-        while len(begun) < at_once:
+        while len(begun) < max_concurrent:
             await asyncio.sleep(0.001)
-        for _ in range(3):  # shorter texts overtake the long text
+        for _ in range(3):  # shorter texts overtake the long texts
             await texts.run(LONG_CHARS, lambda: None)
-        assert len(begun) == at_once
+        assert len(begun) == max_concurrent
     finally:
-        go_on.set()
+        may_end.set()
     await asyncio.gather(*running)
     assert len(begun) == 2
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
-async def test_chat_that_renders_very_long_waits_for_its_turn(
+async def test_chat_with_a_very_long_prompt_waits_for_its_turn(
     tokenizer, monkeypatch, path
 ):
-    """Its length is only known after the template has been rendered."""
+    """The prompt's length is only known after the template has been rendered."""
     monkeypatch.setattr("engine.http.text_encoder.LONG_CHARS", INLINE_CHARS)
     sizes: list[int] = []
-    plain = TextEncoder.run
+    original_run = TextEncoder.run
 
-    async def watched(texts: TextEncoder, size: int, work: Any) -> Any:
+    async def record_size(texts: TextEncoder, size: int, work: Any) -> Any:
         sizes.append(size)
-        return await plain(texts, size, work)
+        return await original_run(texts, size, work)
 
-    monkeypatch.setattr(TextEncoder, "run", watched)
+    monkeypatch.setattr(TextEncoder, "run", record_size)
     text = "x" * (2 * INLINE_CHARS)
 
-    async with serving(tokenizer, text_script(tokenizer, "x"), ready=_ROOMY) as server:
+    async with serving(
+        tokenizer, text_script(tokenizer, "x"), ready=_LARGE_CONTEXT
+    ) as server:
         body = {"model": "m", "messages": [{"role": "user", "content": text}]}
         assert (await server.http.post(path, json=body)).status_code == 200
         assert len(f"user:{text};") in sizes

@@ -117,7 +117,7 @@ async def test_engine_receives_the_grammar_of_required_calls(tokenizer):
         "parameters": {"not": {"required": ["a"]}, "anyOf": [{"properties": email}]},
     }
     async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
-        # The schema cannot be enforced, which does not matter: the tool is optional.
+        # This schema cannot be enforced, and need not be, because its tool is optional.
         await server.chat(tools=[TOOL, {"type": "function", "function": odd}])
         await server.chat(tools=[TOOL], tool_choice=NAMED)
         await server.post(structured_outputs={"regex": "a+"})
@@ -142,16 +142,19 @@ async def test_engine_receives_the_grammar_of_required_calls(tokenizer):
 
 def test_call_beginnings_of_each_format(tokenizer):
     tools = Tools((TOOL,), "auto")
-    knowing = with_template(tokenizer, "{{ tools }} [TOOL_CALLS]")
-    knowing.special_ids = {ord("[")}
-    knowing.id_of = {"[TOOL_CALLS]": ord("[")}.get
-    assert call_beginnings(tools, "auto", knowing) == (ord("["),)
-    assert call_beginnings(tools, "pythonic", knowing) == ("<|python_start|>", "[add(")
-    assert call_beginnings(tools, "llama3_json", knowing) == (
+    templated = with_template(tokenizer, "{{ tools }} [TOOL_CALLS]")
+    templated.special_ids = {ord("[")}
+    templated.id_of = {"[TOOL_CALLS]": ord("[")}.get
+    assert call_beginnings(tools, "auto", templated) == (ord("["),)
+    assert call_beginnings(tools, "pythonic", templated) == (
+        "<|python_start|>",
+        "[add(",
+    )
+    assert call_beginnings(tools, "llama3_json", templated) == (
         "<|python_tag|>",
         '{"name": "add"',
     )
-    assert call_beginnings(Tools((TOOL,), "none"), "hermes", knowing) == ()
+    assert call_beginnings(Tools((TOOL,), "none"), "hermes", templated) == ()
 
 
 # -- the prompt ------------------------------------------------------------------------
@@ -175,20 +178,20 @@ def test_template_without_tools_gets_a_system_message(tokenizer, mode):
 )
 def test_system_message_describes_the_format_that_is_parsed(tokenizer, source, option):
     """DeepSeek's templates write earlier calls, but do not use `tools`."""
-    knowing = with_template(tokenizer, source)
+    templated = with_template(tokenizer, source)
     turn = {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"function": {"name": "add"}}],
     }
     tools = Tools((TOOL,), "auto")
-    (reported, plain), _ = add_tools([turn], tools, knowing, option)
-    (shape,) = (
-        line for line in reported["content"].splitlines() if "<its name>" in line
+    (system_message, plain), _ = add_tools([turn], tools, templated, option)
+    (call_format,) = (
+        line for line in system_message["content"].splitlines() if "<its name>" in line
     )
-    call = shape.replace("<an object of its parameters>", '{"a": 1}')
+    call = call_format.replace("<an object of its parameters>", '{"a": 1}')
     call = call.replace("<its name>,", '"add",').replace("<its name>", "add")
-    parser = create_tool_parser(tools, option, knowing.chat_template)
+    parser = create_tool_parser(tools, option, templated.chat_template)
     assert parser is not None
     pieces = parser.feed(call).calls + parser.finish().calls
     assert whole_calls(pieces)[0]["function"] == {
@@ -199,31 +202,30 @@ def test_system_message_describes_the_format_that_is_parsed(tokenizer, source, o
     assert ("tool_calls" in plain) == is_native
 
 
-def test_template_may_look_into_a_call_s_arguments_or_add_them_to_a_text(tokenizer):
+def test_template_may_concatenate_the_arguments_of_a_call_or_write_json(tokenizer):
     """DeepSeek's template concatenates the arguments of a call with text."""
     turn = {
         "role": "assistant",
         "tool_calls": [{"function": {"arguments": {"a": "\u00e9"}}}],
     }
     for source in ("'<' + f.arguments + '>'", "'<' ~ f.arguments | tojson ~ '>'"):
-        knowing = with_template(
+        templated = with_template(
             tokenizer,
             "{% set f = messages[0].tool_calls[0].function %}{{ " + source + " }}",
         )
-        assert knowing.render_chat([turn]) == '<{"a": "\u00e9"}>'
+        assert templated.render_chat([turn]) == '<{"a": "\u00e9"}>'
 
 
 async def test_calls_are_read_in_the_templates_format(tokenizer):
     """The template is Mistral's. A required call has a different format, but still the
     short ids that Mistral's template requires."""
-    knowing = with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
-    text = 'Both: [TOOL_CALLS]add[ARGS]{"a": 1}'
-    for say, request in (
-        (text, {}),
+    templated = with_template(tokenizer, "{{ tools | length }} [TOOL_CALLS]")
+    for text, request in (
+        ('Both: [TOOL_CALLS]add[ARGS]{"a": 1}', {}),
         ('[{"name": "add", "parameters": {"a": 1}}]', {"tool_choice": "required"}),
     ):
         async with serving_4k(
-            knowing, text_script(knowing, say, finish_reason="stop")
+            templated, text_script(templated, text, finish_reason="stop")
         ) as server:
             (choice,) = (await server.chat(tools=[TOOL], **request)).json()["choices"]
             (call,) = choice["message"]["tool_calls"]

@@ -29,8 +29,8 @@ EVENT = b'data: {"text": "x"}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-def limited(tmp_path: Path, *decode: Any, **options: Any) -> Rig:
-    """A proxy and a key with a token limit."""
+def limited_rig(tmp_path: Path, *decode: Any, **options: Any) -> Rig:
+    """Returns a proxy with one key, which has a token limit."""
     file = tmp_path / "keys"
     file.write_text(
         json.dumps({"name": "one", "key": KEY, "tokens_per_minute": PER_MINUTE})
@@ -38,13 +38,13 @@ def limited(tmp_path: Path, *decode: Any, **options: Any) -> Rig:
     return Rig([], [*decode], api_keys_file=str(file), **options)
 
 
-def whole(num_tokens: int) -> Behave:
+def complete_answer(num_tokens: int) -> Behave:
     return answers(
         200, {"usage": {"prompt_tokens": 1, "completion_tokens": num_tokens}}
     )
 
 
-def responded(num_tokens: int) -> dict[str, Any]:
+def response_body(num_tokens: int) -> dict[str, Any]:
     return {"usage": {"input_tokens": 1, "output_tokens": num_tokens}}
 
 
@@ -52,13 +52,13 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(value).encode()
 
 
-def streamed(num_tokens: int) -> Behave:
+def streamed_answer(num_tokens: int) -> Behave:
     usage = event({"usage": {"prompt_tokens": 1, "completion_tokens": num_tokens}})
     return streams(EVENT, event({"text": "x", "usage": None}), usage, DONE)
 
 
 def response_events(num_tokens: int) -> Behave:
-    last = event({"type": "response.completed", "response": responded(num_tokens)})
+    last = event({"type": "response.completed", "response": response_body(num_tokens)})
     return streams(
         b"event: response.created\n" + EVENT, b"event: response.completed\n" + last
     )
@@ -67,10 +67,10 @@ def response_events(num_tokens: int) -> Behave:
 @pytest.mark.parametrize(
     ("path", "answer"),
     [
-        (COMPLETIONS, whole),
-        (CHAT, whole),
-        (RESPONSES, lambda number: answers(200, responded(number))),
-        (CHAT, streamed),
+        (COMPLETIONS, complete_answer),
+        (CHAT, complete_answer),
+        (RESPONSES, lambda number: answers(200, response_body(number))),
+        (CHAT, streamed_answer),
         (RESPONSES, response_events),
         (CHAT, lambda number: streams(EVENT * number, DONE)),
     ],
@@ -86,25 +86,27 @@ def response_events(num_tokens: int) -> Behave:
 async def test_generated_tokens_are_charged_instead_of_an_estimate(
     path, answer, tmp_path
 ):
-    async with limited(tmp_path, Fake(answer(MUCH))) as rig:
-        statuses = [await status_of(rig, path, **PROMPT) for _ in range(2)]
+    async with limited_rig(tmp_path, Fake(answer(MUCH))) as rig:
+        statuses = [await post_for_status(rig, path, **PROMPT) for _ in range(2)]
         assert statuses == [200, 429]
-    async with limited(tmp_path, Fake(answer(LITTLE))) as rig:
+    async with limited_rig(tmp_path, Fake(answer(LITTLE))) as rig:
         limit = {
             "max_output_tokens" if path == RESPONSES else "max_tokens": PER_MINUTE - 50
         }
-        statuses = [await status_of(rig, path, **PROMPT, **limit) for _ in range(3)]
+        statuses = [
+            await post_for_status(rig, path, **PROMPT, **limit) for _ in range(3)
+        ]
         assert statuses == [200, 200, 200]
 
 
-async def status_of(rig: Rig, path: str, **body: Any) -> int:
+async def post_for_status(rig: Rig, path: str, **body: Any) -> int:
     return (await rig.client.post(path, json=body, headers=HEADERS)).status_code
 
 
 async def test_error_costs_no_tokens(tmp_path):
-    async with limited(tmp_path, Fake(fails(400, "invalid_request"))) as rig:
+    async with limited_rig(tmp_path, Fake(fails(400, "invalid_request"))) as rig:
         statuses = [
-            await status_of(rig, CHAT, **PROMPT, max_tokens=PER_MINUTE)
+            await post_for_status(rig, CHAT, **PROMPT, max_tokens=PER_MINUTE)
             for _ in range(3)
         ]
         assert statuses == [400, 400, 400]
@@ -118,14 +120,17 @@ async def test_error_costs_no_tokens(tmp_path):
     ],
 )
 async def test_tokenizing_is_charged_like_prompts(path, body, answer, tmp_path):
-    async with limited(tmp_path, Fake(answers(200, answer))) as rig:
-        assert [await status_of(rig, path, **body) for _ in range(2)] == [200, 429]
-        assert await status_of(rig, CHAT, **PROMPT) == 429
+    async with limited_rig(tmp_path, Fake(answers(200, answer))) as rig:
+        assert [await post_for_status(rig, path, **body) for _ in range(2)] == [
+            200,
+            429,
+        ]
+        assert await post_for_status(rig, CHAT, **PROMPT) == 429
 
 
 async def test_disconnected_client_is_charged_for_its_tokens(tmp_path):
     waits = Waits(sends=EVENT * MUCH)
-    async with limited(tmp_path, Fake(waits)) as rig:
+    async with limited_rig(tmp_path, Fake(waits)) as rig:
         async with rig.client.stream(
             "POST", CHAT, json=PROMPT, headers=HEADERS
         ) as stream:
@@ -136,22 +141,23 @@ async def test_disconnected_client_is_charged_for_its_tokens(tmp_path):
                     break
         await waits.left.wait()
         await until(lambda: not rig.app._running)
-        assert await status_of(rig, CHAT, **PROMPT) == 429
+        assert await post_for_status(rig, CHAT, **PROMPT) == 429
 
 
-async def test_frames_contain_tokens_that_no_event_shows(tokenizer, tmp_path):
+async def test_all_tokens_of_events_with_many_tokens_are_charged(tokenizer, tmp_path):
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        for _ in range(3):  # each of them is one event
+        for _ in range(3):  # each delta is one event of many tokens
             yield TokenDelta(request_id=request.request_id, token_ids=[65] * PER_MINUTE)
         yield TokenDelta(request_id=request.request_id, **end())
 
     async with serving_4k(tokenizer, script, role="decode") as server:
         url = f"http://{server.host}:{server.port}"
         secret = {"cluster_secret": SECRET.decode(), "disaggregate": "always"}
-        async with limited(tmp_path, Running(url), **secret) as rig:
-            streamed = {**PROMPT, "stream": True, "max_tokens": 3 * PER_MINUTE}
+        async with limited_rig(tmp_path, Running(url), **secret) as rig:
+            streamed_answer = {**PROMPT, "stream": True, "max_tokens": 3 * PER_MINUTE}
             assert [
-                await status_of(rig, COMPLETIONS, **streamed) for _ in range(2)
+                await post_for_status(rig, COMPLETIONS, **streamed_answer)
+                for _ in range(2)
             ] == [200, 429]
 
 
@@ -164,7 +170,7 @@ async def test_frames_contain_tokens_that_no_event_shows(tokenizer, tmp_path):
 def test_key_never_exceeds_its_token_limit_over_time(requests):
     now = [5.0]
     key = LimitedKey(KeyLine(name="one", tokens_per_minute=100), lambda: now[0])
-    taken = 0
+    num_charged = 0
     for estimated, used, pause_s in requests:
         now[0] += pause_s
         try:
@@ -173,5 +179,7 @@ def test_key_never_exceeds_its_token_limit_over_time(requests):
             now[0] += float(error.headers["retry-after"])
             key.charge(estimated)
         key.settle(used - estimated)
-        taken += used
-        assert taken <= 100 * (1 + (now[0] - 5.0) / 60) + max(used, estimated, 100)
+        num_charged += used
+        assert num_charged <= 100 * (1 + (now[0] - 5.0) / 60) + max(
+            used, estimated, 100
+        )

@@ -1,4 +1,6 @@
-"""The malformed requests, sent to proxy, prefill and decode server, and a chain."""
+"""Sends the requests of malformed.py to a proxy, to a prefill and a decode server, and
+to a proxy in front of both.
+"""
 
 import asyncio
 import contextlib
@@ -20,7 +22,7 @@ from tests.rigs.http_server import Running, serving
 from tests.rigs.offers import offer
 
 TIMEOUT_S = 0.5  # for clients that send too little
-AT_ONCE = 32
+MAX_CONCURRENT = 32
 SECRET = b"secret"
 
 
@@ -29,14 +31,15 @@ Prompts = Callable[[], list[list[str]]]
 
 
 async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
-    """Read an answer and return its status; empty at the end of the connection."""
+    """Read an answer. Return its status, and any mistake of the answer. The result is
+    empty at the end of the connection."""
     try:
-        reported = (await reader.readuntil(b"\r\n\r\n"))[:-4]
+        head = (await reader.readuntil(b"\r\n\r\n"))[:-4]
     except asyncio.IncompleteReadError as error:
         return repr(error.partial) if error.partial else ""
     except ConnectionError:
         return ""
-    first, *rest = reported.split(b"\r\n")
+    first, *rest = head.split(b"\r\n")
     headers = dict(line.lower().split(b": ", 1) for line in rest)
     status = first.split()[1].decode()
     if status == "100":
@@ -54,9 +57,9 @@ async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
     return status if has_body else status + "-"
 
 
-async def answers_to(row: Row, port: int, tag: bytes) -> str:
-    """Return the outcome in the table's form: the answers, and `!` if the connection is
-    closed.
+async def send_row(row: Row, port: int, tag: bytes) -> str:
+    """Send a row. Return the outcome in the form of the table: the answers, and `!` if
+    the connection is closed.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     actual: list[str] = []
@@ -76,15 +79,15 @@ async def answers_to(row: Row, port: int, tag: bytes) -> str:
         writer.close()
 
 
-async def failures(port: int, prompts: Prompts) -> list[str]:
-    """Return the rows with another outcome than the table's, and that outcome."""
-    turn = asyncio.Semaphore(AT_ONCE)
+async def find_failures(port: int, prompts: Prompts) -> list[str]:
+    """Send all rows. Return a line for each row with an unexpected outcome."""
+    slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def answers(row: Row, tag: str) -> str:
-        async with turn:
+        async with slots:
             try:
                 async with asyncio.timeout(15):
-                    return await answers_to(row, port, tag.encode())
+                    return await send_row(row, port, tag.encode())
             except (
                 TimeoutError,
                 asyncio.IncompleteReadError,
@@ -95,20 +98,20 @@ async def failures(port: int, prompts: Prompts) -> list[str]:
 
     tags = [f"~{at:03}" for at in range(len(ROWS))]
     actual = await asyncio.gather(*map(answers, ROWS, tags))
-    request = prompts()
+    received = prompts()
     wrong = [
         text
-        for texts in request
+        for texts in received
         for text in texts
         if not any(tag in text for tag in tags)
     ]
-    for row, tag, reported in zip(ROWS, tags, actual, strict=True):
-        times = {sum(tag in text for text in texts) for texts in request}
-        if not re.fullmatch(row.expected, reported) or not times <= (
+    for row, tag, outcome in zip(ROWS, tags, actual, strict=True):
+        counts = {sum(tag in text for text in texts) for texts in received}
+        if not re.fullmatch(row.expected, outcome) or not counts <= (
             {0, 1} if row.num_completions == MAYBE else {row.num_completions}
         ):
             wrong.append(
-                f"{row.name}: {reported} {times}, expected {row.expected} "
+                f"{row.name}: {outcome} {counts}, expected {row.expected} "
                 f"{row.num_completions}"
             )
     return wrong
@@ -116,7 +119,7 @@ async def failures(port: int, prompts: Prompts) -> list[str]:
 
 @dataclass
 class Recorder:
-    """A strict server with another parser. It records the requests that it receives."""
+    """A strict HTTP server that parses with h11 and records the completions' bodies."""
 
     answer: Any
     bodies: list[bytes] = field(default_factory=list)
@@ -132,21 +135,21 @@ class Recorder:
                 match connection.next_event():
                     case h11.NEED_DATA:
                         connection.receive_data(await reader.read(65536))
-                    case h11.Request() as request:
-                        head = request
+                    case h11.Request() as received:
+                        head = received
                         body = bytearray()
                     case h11.Data(data=data):
                         body += data
                     case h11.EndOfMessage():
                         if head.target == b"/v1/completions":
                             self.bodies.append(bytes(body))
-                        reported = json.dumps(
+                        answer_body = json.dumps(
                             self.answer if head.method == b"POST" else {}
                         ).encode()
-                        headers = [("content-length", str(len(reported)))]
+                        headers = [("content-length", str(len(answer_body)))]
                         for event in (
                             h11.Response(status_code=200, headers=headers),
-                            h11.Data(data=reported),
+                            h11.Data(data=answer_body),
                             h11.EndOfMessage(),
                         ):
                             writer.write(connection.send(event) or b"")
@@ -162,7 +165,7 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def proxying(prefill: object, decode: object) -> AsyncIterator[int]:
+async def start_proxy(prefill: object, decode: object) -> AsyncIterator[int]:
     """Start a proxy in front of these servers; return its port once both are ready."""
     limits = {
         "client_timeout_s": TIMEOUT_S,
@@ -173,20 +176,21 @@ async def proxying(prefill: object, decode: object) -> AsyncIterator[int]:
         yield rig.listener.getsockname()[1]
 
 
-async def says(request: AddRequest) -> AsyncIterator[TokenDelta]:
+async def generate(received: AddRequest) -> AsyncIterator[TokenDelta]:
     params = (
-        offer(SECRET, request.token_ids, request.sampling)
-        if request.retain_kv
+        offer(SECRET, received.token_ids, received.sampling)
+        if received.retain_kv
         else None
     )
-    yield TokenDelta(request_id=request.request_id, token_ids=[42])
+    yield TokenDelta(request_id=received.request_id, token_ids=[42])
     end = {"finish_reason": "length", "kv_transfer_params": params}
-    yield TokenDelta(request_id=request.request_id, **end)
+    yield TokenDelta(request_id=received.request_id, **end)
 
 
 @contextlib.asynccontextmanager
-async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
-    """A proxy between two recorders."""
+async def start_recorders() -> AsyncIterator[tuple[int, Prompts]]:
+    """Start a proxy in front of two recorders. Yield its port, and a function that
+    returns the bodies that the recorders received."""
     recorders = [Recorder({"kv_transfer_params": KV_PARAMS}), Recorder({"text": "x"})]
     async with contextlib.AsyncExitStack() as stack:
         urls = []
@@ -194,31 +198,39 @@ async def recorded() -> AsyncIterator[tuple[int, Prompts]]:
             server = await asyncio.start_server(recorder, "127.0.0.1", 0)
             stack.callback(server.close)
             urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        async with proxying(*urls) as port:
-            yield port, lambda: [[b.decode() for b in one.bodies] for one in recorders]
-    assert [problem for one in recorders for problem in one.problems] == []
+        async with start_proxy(*urls) as port:
+            yield (
+                port,
+                lambda: [
+                    [body.decode() for body in recorder.bodies]
+                    for recorder in recorders
+                ],
+            )
+    assert [problem for each in recorders for problem in each.problems] == []
 
 
 @contextlib.asynccontextmanager
-async def served(
+async def start_servers(
     tokenizer: Tokenizer, *roles: str
 ) -> AsyncIterator[tuple[int, Prompts]]:
-    """Start servers of these roles, with a proxy in front of several."""
+    """Start servers of these roles, and a proxy if there are several. Yield the port,
+    and a function that returns the prompts that the servers received."""
     hooks = EitherLeg(SECRET, "recompute")
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         options = {"hooks": hooks, "client_timeout_s": TIMEOUT_S}
         servers = [
-            await enter(serving(tokenizer, says, role=role, **options))
+            await enter(serving(tokenizer, generate, role=role, **options))
             for role in roles
         ]
         urls = [server.http.base_url for server in servers]
-        port = await enter(proxying(*urls)) if urls[1:] else servers[0].port
+        port = await enter(start_proxy(*urls)) if urls[1:] else servers[0].port
         decode = tokenizer.decode
         yield (
             port,
             lambda: [
-                [decode(add.token_ids) for add in s.engine.added] for s in servers
+                [decode(add.token_ids) for add in server.engine.added]
+                for server in servers
             ],
         )
 
@@ -229,8 +241,9 @@ async def served(
     ids=lambda roles: "-".join(roles) or "proxy",
 )
 async def test_proxy_and_servers_parse_each_request_alike(roles, tokenizer):
-    async with served(tokenizer, *roles) if roles else recorded() as (port, prompts):
-        wrong = await failures(port, prompts)
+    backends = start_servers(tokenizer, *roles) if roles else start_recorders()
+    async with backends as (port, prompts):
+        wrong = await find_failures(port, prompts)
     assert not wrong, "\n" + "\n".join(wrong)
 
 

@@ -32,12 +32,12 @@ from tests.make_models import ensure_model
 from tests.model.test_real_configs import MODELS
 from tests.rigs.engines import make_config
 
-_BASE = make_config(role="decode", block_size=16, max_num_seqs=4)
+_BASE_CONFIG = make_config(role="decode", block_size=16, max_num_seqs=4)
 
 
-def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
-    """The blocks of the pool, and the tokens of the longest sequence."""
-    config = _BASE.model_copy(update=options)
+def _pool_size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
+    """Returns the blocks of the pool, and the tokens of the longest sequence."""
+    config = _BASE_CONFIG.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=free_bytes)
     return size.num_blocks, size.max_model_len
 
@@ -69,7 +69,7 @@ def _size(free_bytes: int = 10**9, **options: Any) -> tuple[int, int]:
     ],
 )
 def test_size_of_the_pool_follows_from_options_and_free_memory(options, size):
-    assert _size(**options) == size
+    assert _pool_size(**options) == size
 
 
 _NO_MEMORY = {"device": "cuda", "free_bytes": 2_000 - 2**20}
@@ -102,7 +102,7 @@ def test_pool_that_does_not_fit_is_refused_with_the_options_that_help(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MemoryTooSmall, match=message):
-        _size(**options)
+        _pool_size(**options)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_warns_if_the_pool_shortens_sequences_and_no_option_does(
 ):
     """Another rank may have fewer blocks than this rank alone could hold."""
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
-    config = _BASE.model_copy(update=options)
+    config = _BASE_CONFIG.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)
     length = decide_max_model_len(config, size, num_blocks + 1, 256)
     assert length == min(num_blocks * 16, max_model_len or 256)
@@ -156,8 +156,8 @@ def test_free_memory_of_a_container_is_below_its_limit(tmp_path: Path) -> None:
 
 
 def test_error_of_a_model_larger_than_the_gpu_states_how_much_is_missing() -> None:
-    config = _BASE.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
-    model = parse_config(MODELS["phi-4"][1])  # 1, 2, 5 or 10 ranks can share it
+    config = _BASE_CONFIG.model_copy(update={"dtype": "bfloat16", "device": "cuda"})
+    model = parse_config(MODELS["phi-4"][1])  # phi-4 allows 1, 2, 5 or 10 ranks
     for free_gib, message in [
         (
             7,
@@ -174,7 +174,7 @@ def test_error_of_a_model_larger_than_the_gpu_states_how_much_is_missing() -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_device_cuda_is_refused_on_a_machine_without_a_gpu() -> None:
-    config = _BASE.model_copy(update={"device": "cuda", "devices": [0]})
+    config = _BASE_CONFIG.model_copy(update={"device": "cuda", "devices": [0]})
     with pytest.raises(ValueError, match=r"torch finds no GPU .*: use --device cpu"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
 
@@ -186,7 +186,7 @@ def test_model_that_no_backend_serves_is_refused_before_weights_are_read(
         "attention_backend": "flashinfer",
         "model_dir": str(tmp_path / "no weights"),
     }
-    config = _BASE.model_copy(update=options)
+    config = _BASE_CONFIG.model_copy(update=options)
     with pytest.raises(UnsupportedPool, match="reads GPU memory only"):
         ModelRunner(config, load_config(ensure_model("gqa")), Parallel())
 
@@ -216,7 +216,7 @@ def test_staging_memory_of_a_rank_is_not_used_for_kv(
     runner: Any = SimpleNamespace(groups=ONE_GROUP)
     model: Any = SimpleNamespace(max_position=256)
     options = {"device": "cuda", "max_num_seqs": 64, "staging_bytes": 64 << 20}
-    config = _BASE.model_copy(update={"transfer": transfer, **options})
+    config = _BASE_CONFIG.model_copy(update={"transfer": transfer, **options})
     assert measure_pool_size(config, model, runner).num_blocks == 300 - staging_mib - 4
 
 

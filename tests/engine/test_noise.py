@@ -20,7 +20,7 @@ def keys_of(seed: int, choice: int, positions: list[int]) -> torch.Tensor:
 
 
 def test_keys_are_those_of_splitmix64():
-    """The expected keys use plain Python integers. The value of seed 0 is published."""
+    """Plain Python integers give the expected keys. The value for 0 is published."""
 
     def splitmix64(x: int) -> int:
         x = (x + 0x9E3779B97F4A7C15) % 2**64
@@ -65,13 +65,13 @@ def test_token_noise_matches_plain_python_integers():
 
 @pytest.mark.parametrize("other", [(4, 0, 10), (3, 1, 10), (3, 0, 11)])
 def test_noise_is_a_function_of_every_part_of_its_key_and_of_its_token(other):
-    whole = gumbel_of_vocabulary(keys_of(3, 0, [10, 11, 12]), 1000)
+    noise = gumbel_of_vocabulary(keys_of(3, 0, [10, 11, 12]), 1000)
     ids = torch.tensor([[999, 5, 5], [0, 1, 2], [500, 400, 300]])
     some = gumbel(keys_of(3, 0, [10, 11, 12]), ids)
-    assert torch.equal(some, whole.gather(1, ids))
-    assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 1000)[0], whole[1])
+    assert torch.equal(some, noise.gather(1, ids))
+    assert torch.equal(gumbel_of_vocabulary(keys_of(3, 0, [11]), 1000)[0], noise[1])
     assert torch.equal(
-        gumbel_of_vocabulary(keys_of(3, 0, [11]), 400)[0], whole[1, :400]
+        gumbel_of_vocabulary(keys_of(3, 0, [11]), 400)[0], noise[1, :400]
     )
     changed = gumbel_of_vocabulary(keys_of(other[0], other[1], [other[2]]), 1000)
-    assert int((changed[0] == whole[0]).sum()) < 3
+    assert int((changed[0] == noise[0]).sum()) < 3

@@ -1,7 +1,7 @@
 """The prompt tokens of steps with streams: measured durations, budget and target.
 
-A synthetic device runs the measured steps on a clock of its own, and then serves random
-loads. What it allows is known exactly, because its durations are formulas.
+A synthetic device with its own clock runs the measured steps, and then serves random
+loads. The step durations of this device are formulas, so the true budget is known.
 """
 
 import math
@@ -32,8 +32,8 @@ from tests.rigs.shadow import add, expected_output, make_core, run_until_idle
 def h200(load: Load) -> float:
     """Seconds of a step of an 8B model on an H200 (docs/performance.md).
 
-    Steps without prompts and small steps with prompts are CUDA graphs. Others are
-    launched kernel by kernel, which takes 13 ms.
+    Steps without prompts and small steps with prompts are CUDA graphs. Larger steps
+    with prompts are launched kernel by kernel, which takes 13 ms.
     """
     seconds = (
         4.0e-3
@@ -79,8 +79,9 @@ class SyntheticDevice:
     """An executor with step durations from a formula, and 3 % of noise.
 
     Attributes:
-        depth: 1: the next step is launched while one runs, as on a GPU.
+        depth: 1 if the next step is launched while a step runs, as on a GPU, else 0.
         now_s: the device's clock.
+        free_s: the time at which the last launched step ends.
     """
 
     seconds: Callable[[Load], float]
@@ -103,7 +104,7 @@ class SyntheticDevice:
             int(is_stream.sum()),
             int(step.context_lens[is_stream].sum()),
             prompt_tokens,
-            float(starts[~is_stream].sum()),  # of one prompt
+            float(starts[~is_stream].sum()),  # a step has at most one prompt
         )
         assert len(np.unique(step.token_ids)) > len(step.token_ids) // 4
         self.free_s = max(self.free_s, self.now_s) + self.noisy_s(load)
@@ -126,7 +127,7 @@ class SyntheticStep:
         return StepOutput([], [])
 
 
-def measured(
+def measure_device(
     device: SyntheticDevice,
     target_s: float,
     max_tokens: int,
@@ -154,7 +155,7 @@ def measured(
 
 
 DEVICES = {
-    # formula, depth, most tokens of a step, captured tokens, targets
+    # formula, depth, maximum tokens of a step, captured tokens, targets
     "h200": (h200, 1, 8192, 768, [0.015, 0.025, 0.06]),
     "launch bound": (launch_bound, 1, 8192, 0, [0.014, 0.025]),
     "cpu": (cpu, 0, 512, 0, [0.3, 0.5]),
@@ -170,7 +171,8 @@ CASES = [
 def true_budget(
     seconds: Callable[[Load], float], load: Load, target_s: float, max_tokens: int
 ) -> int:
-    """The most prompt tokens that fit by the device's own formula; 0 if none do."""
+    """Returns the most prompt tokens with which a step keeps the target, by the
+    device's formula; 0 if even the fewest exceed it."""
     fitting = 0
     for num_tokens in range(8, max_tokens + 1, 8):
         if seconds(load._replace(prompt_tokens=num_tokens)) <= target_s:
@@ -185,11 +187,13 @@ def test_prompts_get_what_the_target_allows_and_steps_keep_it(
     seconds, depth, max_tokens, captured, target_s
 ):
     """Streams come and go, contexts and prompts differ, one step in 50 is disturbed,
-    and service is 10 % slower than the measurement.
+    and all steps are 10 % slower than the measured ones.
     """
     device = SyntheticDevice(seconds, depth)
     limit_s = MAX_MEASUREMENT_S["cuda" if depth else "cpu"]
-    times = measured(device, target_s, max_tokens, limit_s, captured_tokens=captured)
+    times = measure_device(
+        device, target_s, max_tokens, limit_s, captured_tokens=captured
+    )
     budget = PrefillBudget(times, target_s, max_tokens)
     rng = random.Random(1)
     slowdown = 1.1
@@ -198,7 +202,7 @@ def test_prompts_get_what_the_target_allows_and_steps_keep_it(
         return slowdown * seconds(load)
 
     streams = 8
-    max_streams = 200 if depth else 64  # a CPU server has fewer
+    max_streams = 200 if depth else 64  # a CPU server has fewer streams
     context = 1500
     excesses = []
     granted_tokens = 0.0
@@ -216,7 +220,7 @@ def test_prompts_get_what_the_target_allows_and_steps_keep_it(
         if step > 200 and fitting >= 16:
             granted_tokens += min(allowed, fitting)
             allowed_tokens += fitting
-            # Streams that nearly take the target leave prompts a fifth of the time.
+            # Prompts get a fifth of the time, even if streams nearly take the target.
             minimum_s = 1.25 * actual_s(load._replace(prompt_tokens=0))
             excesses.append(actual_s(load) / max(target_s, minimum_s))
         disturbance = 20 if rng.random() < 0.02 else 1
@@ -231,13 +235,13 @@ def test_prompts_get_what_the_target_allows_and_steps_keep_it(
 def test_measurement_ends_in_time(seconds, depth):
     limit_s = MAX_MEASUREMENT_S["cuda" if depth else "cpu"]
     device = SyntheticDevice(seconds, depth)
-    measured(device, 0.025, 8192 if depth else 512, limit_s, captured_tokens=768)
+    measure_device(device, 0.025, 8192 if depth else 512, limit_s, captured_tokens=768)
     assert device.now_s < 1.5 * limit_s
 
 
 def test_slow_device_measures_only_the_smallest_steps():
     device = SyntheticDevice(lambda load: 1.0 + 0.1 * load.prompt_tokens, depth=0)
-    times = measured(device, 0.5, 512, 0.25)
+    times = measure_device(device, 0.5, 512, 0.25)
     assert device.now_s < 8.0
     assert times.seconds(Load(1, 16, 400)) == pytest.approx(41.0, rel=0.2)
 
@@ -297,7 +301,7 @@ def test_prompts_progress_with_streams_that_exceed_the_target():
 def test_budget_above_the_target_includes_all_tokens_that_cost_no_time():
     """Every step with prompts takes 12 ms, so smaller steps would not help streams."""
     device = SyntheticDevice(launch_bound)
-    times = measured(device, 0.005, 8192, 3.0)
+    times = measure_device(device, 0.005, 8192, 3.0)
     budget = PrefillBudget(times, 0.005, 8192)
     assert budget.prompt_tokens(1, 100) > 1000
 
@@ -346,7 +350,7 @@ def test_decode_server_cuts_prompts_only_while_streams_run():
     waiting = core.sequences["b"]
     assert waiting.phase is Phase.RUNNING
     assert waiting.num_computed <= 64
-    assert len(out.tokens("a")) == 2, "the step had a token for the stream"
+    assert len(out.tokens("a")) == 2, "the step also computed a token of the stream"
     run_until_idle(core)
     for name, prompt, count in zip("ab", prompts, (40, 4), strict=True):
         assert out.tokens(name) == expected_output(prompt, count)

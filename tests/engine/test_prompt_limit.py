@@ -20,7 +20,7 @@ from tests.rigs.memory_pair import REMOTE
 from tests.rigs.shadow import add, make_core
 
 MAX_TOKENS = 8192
-# 1 ms for each stream's token and 20 us for each prompt token.
+# A step without prompts takes 5 ms. In a step with prompts, each token adds 20 us.
 TIMES = StepTimes(
     [StreamTimes(1, Polyline([Point(0, 0.005)]))],
     MixedTimes(1, 0, Polyline([Point(0, 0.005), Point(8192, 0.005 + 8192 * 20e-6)])),
@@ -40,7 +40,7 @@ def sequence(name: str, **members: object) -> Sequence:
 
 
 def streams(count: int) -> list[Scheduled]:
-    """Streams without long contexts."""
+    """Returns streams that are scheduled with one token each."""
     return [
         Scheduled(sequence("stream"), start=1000, num_tokens=1, draws=())
         for _ in range(count)
@@ -52,20 +52,20 @@ def clock() -> Clock:
     return Clock()
 
 
-def limit_of(target: StepTarget | None, clock: Clock) -> PromptLimit:
+def make_limit(target: StepTarget | None, clock: Clock) -> PromptLimit:
     return PromptLimit(target, MAX_TOKENS, TIMES, clock)
 
 
-def seconds(num_streams: int, prompt_tokens: int) -> float:
+def step_seconds(num_streams: int, prompt_tokens: int) -> float:
     return TIMES.seconds(Load(num_streams, 0, prompt_tokens))
 
 
 def test_without_a_target_nothing_is_limited(clock):
-    assert not limit_of(None, clock).is_active
+    assert not make_limit(None, clock).is_active
 
 
 def test_decode_server_is_not_limited_until_a_prefill_server_sends_kv(clock):
-    limit = limit_of(StepTarget(0.025, only_in_pair=True), clock)
+    limit = make_limit(StepTarget(0.025, only_in_pair=True), clock)
     limit.on_queued(sequence("a"))
     assert not limit.is_active
     limit.on_queued(sequence("b", remote=REMOTE))
@@ -76,33 +76,33 @@ def test_decode_server_is_not_limited_until_a_prefill_server_sends_kv(clock):
     assert not limit.is_active, "no prefill server has computed a prompt for a minute"
 
 
-def test_stream_of_a_lost_server_is_no_sign_of_a_prefill_server(clock):
-    limit = limit_of(StepTarget(0.025, only_in_pair=True), clock)
+def test_stream_resumed_after_a_failover_is_no_sign_of_a_prefill_server(clock):
+    limit = make_limit(StepTarget(0.025, only_in_pair=True), clock)
     resumed = [ResumedChoice(token_ids=[5])]
     limit.on_queued(sequence("a", remote=REMOTE, resumed_choices=resumed))
     assert not limit.is_active
 
 
 def test_step_keeps_the_target_while_no_prompt_waits(clock):
-    limit = limit_of(StepTarget(0.025), clock)
+    limit = make_limit(StepTarget(0.025), clock)
     allowed = limit.prompt_tokens(streams(8), [], [])
-    assert seconds(8, allowed) == pytest.approx(0.025, rel=0.01)
+    assert step_seconds(8, allowed) == pytest.approx(0.025, rel=0.01)
 
 
 def test_step_exceeds_the_target_by_the_waiting_time_shared_among_streams(clock):
-    limit = limit_of(StepTarget(0.025), clock)
+    limit = make_limit(StepTarget(0.025), clock)
     waiting = [sequence("a"), sequence("b")]
     for prompt in waiting:
         limit.on_queued(prompt)
     clock.now_s += 0.1
     allowed = limit.prompt_tokens(streams(8), [], waiting)
-    assert seconds(8, allowed) == pytest.approx(0.025 + 2 * 0.1 / 8, rel=0.01)
+    assert step_seconds(8, allowed) == pytest.approx(0.025 + 2 * 0.1 / 8, rel=0.01)
     few_streams = limit.prompt_tokens(streams(1), [], waiting)
     assert few_streams == MAX_TOKENS, "a burst is computed at full speed"
 
 
 def test_prompt_whose_kv_is_pulled_does_not_wait_for_steps(clock):
-    limit = limit_of(StepTarget(0.025), clock)
+    limit = make_limit(StepTarget(0.025), clock)
     prompt = sequence("a", remote=REMOTE)
     limit.on_queued(prompt)
     clock.now_s += 10
@@ -110,12 +110,12 @@ def test_prompt_whose_kv_is_pulled_does_not_wait_for_steps(clock):
 
 
 def test_explicit_target_holds_however_long_prompts_wait(clock):
-    limit = limit_of(StepTarget(0.025, is_explicit=True), clock)
+    limit = make_limit(StepTarget(0.025, is_explicit=True), clock)
     prompt = sequence("a")
     limit.on_queued(prompt)
     clock.now_s += 1000
     allowed = limit.prompt_tokens(streams(8), [], [prompt])
-    assert seconds(8, allowed) == pytest.approx(0.025, rel=0.01)
+    assert step_seconds(8, allowed) == pytest.approx(0.025, rel=0.01)
 
 
 def test_preempted_sequence_waits_from_then_on():
@@ -129,7 +129,7 @@ def test_preempted_sequence_waits_from_then_on():
 
 
 def test_prompts_that_wait_for_sequences_or_blocks_do_not_raise_the_budget():
-    """A larger step would not compute them earlier."""
+    """A larger step would not compute such prompts earlier."""
     core, _, _ = make_core(max_num_seqs=1, itl_target_s=1.0)
     core.round([add("a", range(4), 40), add("b", range(4), 4)])
     scheduler = core.scheduler

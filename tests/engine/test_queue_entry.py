@@ -1,4 +1,5 @@
-"""A server's queue counts the true lengths of tokenized requests of connected clients.
+"""A server's queue counts a request once it is tokenized, with its true length, and as
+long as the client is connected.
 
 The HTTP application runs under a real uvicorn, in front of a scripted engine.
 """
@@ -57,7 +58,7 @@ def prompt_ids(number: int) -> list[int]:
 
 
 async def queue_tokens(server: Server) -> float:
-    await server.http.get("/metrics")  # which sets the gauge
+    await server.http.get("/metrics")  # updates the gauge
     return metric(server.metrics, "baton_queue_tokens")
 
 
@@ -76,29 +77,31 @@ async def test_common_prefixes_count_once(tokenizer):
         for number in range(12):
             ids = prompt_ids(number)
             requested.append(asyncio.create_task(server.post(prompt=ids, max_tokens=1)))
-            await until_added(server, number + 1)  # none is refused
+            await until_added(server, number + 1)  # no request is refused
         # 1,472 of the shared tokens are complete spans.
         assert await queue_tokens(server) == 1560 + 11 * 88
         gate.open.set()
-        assert {(await one).status_code for one in requested} == {200}
+        assert {(await task).status_code for task in requested} == {200}
         assert await queue_tokens(server) == 0
         gate.open.clear()
-        late = asyncio.create_task(server.post(prompt=prompt_ids(99), max_tokens=1))
+        late_request = asyncio.create_task(
+            server.post(prompt=prompt_ids(99), max_tokens=1)
+        )
         await until_added(server, 13)
-        assert await queue_tokens(server) == 88, "the prefix cache has the rest"
+        assert await queue_tokens(server) == 88, "the other tokens are cached"
         gate.open.set()
-        assert (await late).status_code == 200
+        assert (await late_request).status_code == 200
 
 
 async def test_without_a_prefix_cache_every_prompt_counts_in_full():
     options = QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6)
     queue = Admission(options)
     for number in range(3):
-        queue.enter([request(prompt_ids(number))])
+        queue.enter([make_request(prompt_ids(number))])
     assert queue.num_tokens == 3 * 1560
 
 
-def request(ids: list[int], **members: Any) -> AddRequest:
+def make_request(ids: list[int], **members: Any) -> AddRequest:
     members = {
         "request_id": "a",
         "max_tokens": 1,
@@ -112,7 +115,7 @@ def test_prefix_is_charged_to_another_prompt_after_an_abort():
     queue = Admission(QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6))
     queue.set_cache_capacity(10**5)
     first, second, third = (
-        queue.enter([request(prompt_ids(number))]) for number in range(3)
+        queue.enter([make_request(prompt_ids(number))]) for number in range(3)
     )
     assert queue.num_tokens == 1560 + 2 * 88
     first.drop_all()
@@ -127,30 +130,31 @@ def test_prompts_with_logprobs_count_in_full():
     queue = Admission(QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6))
     queue.set_cache_capacity(10**5)
     for _ in range(2):
-        queue.enter([request(prompt_ids(1), num_prompt_logprobs=1)])
+        queue.enter([make_request(prompt_ids(1), num_prompt_logprobs=1)])
     assert queue.num_tokens == 2 * 1560
 
 
 def test_urgent_prompt_does_not_rely_on_the_prefix_of_a_less_urgent_one():
     queue = Admission(QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6))
     queue.set_cache_capacity(10**5)
-    queue.enter([request(prompt_ids(1))])
-    queue.enter([request(prompt_ids(2), priority=-1)])
+    queue.enter([make_request(prompt_ids(1))])
+    queue.enter([make_request(prompt_ids(2), priority=-1)])
     assert queue._tokens_by_priority == {0: 88, -1: 1560}
 
 
 def test_rate_counts_only_computed_tokens():
-    """A prefix missing in the cache must not lower the queue's rate."""
+    """The queue counts 88 tokens, but the engine computes 1,560 tokens. The rate must
+    follow from the computed tokens."""
     now_s = 0.0
     queue = Admission(
         QueueOptions(max_queue_s=10.0, max_queued_tokens=10**6), lambda: now_s
     )
     queue.set_cache_capacity(10**5)
     for number in range(20):
-        queue_entry = queue.enter([request(prompt_ids(number))])
+        queue_entry = queue.enter([make_request(prompt_ids(number))])
         now_s += 1.56
         queue_entry.mark_served("a", 1560)
-    queue.enter([request([7] * 5000)])
+    queue.enter([make_request([7] * 5000)])
     assert queue.wait_s() == pytest.approx(5.0)
 
 
@@ -198,11 +202,11 @@ def test_prompts_with_different_salts_share_no_prefix_marks():
 
 
 async def test_prompt_logprobs_do_not_end_the_wait(tokenizer):
-    go_on = asyncio.Event()
+    may_end = asyncio.Event()
 
     async def script(added: AddRequest) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request_id=added.request_id, prompt_logprobs=[None])
-        await go_on.wait()
+        await may_end.wait()
         yield TokenDelta(
             request_id=added.request_id,
             token_ids=[70],
@@ -216,7 +220,7 @@ async def test_prompt_logprobs_do_not_end_the_wait(tokenizer):
         await until_added(server, 1)
         await asyncio.sleep(0)
         assert await queue_tokens(server) == 64
-        go_on.set()
+        may_end.set()
         await requested
         assert await queue_tokens(server) == 0
 
@@ -224,20 +228,20 @@ async def test_prompt_logprobs_do_not_end_the_wait(tokenizer):
 # -- requests that are not tokenized yet, or have a disconnected client ----------------
 
 
-class Blocked(Tokenizer):
-    """Tokenizes texts of at least 3,000 characters only when the test allows it."""
+class BlockedTokenizer(Tokenizer):
+    """Tokenizes texts of at least 3,000 characters only after a test sets `may_end`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
         self.begun = threading.Event()
-        self.go_on = threading.Event()
+        self.may_end = threading.Event()
         self.num_begun = 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) >= 3000:
             self.num_begun += 1
             self.begun.set()
-            assert self.go_on.wait(120)
+            assert self.may_end.wait(120)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
     async def until_begun(self) -> None:
@@ -246,21 +250,19 @@ class Blocked(Tokenizer):
 
 
 async def test_request_enters_the_queue_once_tokenized(tokenizer):
-    blocked = Blocked(tokenizer)
+    blocked = BlockedTokenizer(tokenizer)
     async with serving_4k(blocked, max_queued_tokens=100) as server:
-        context_length_error = asyncio.create_task(server.post(prompt="x" * 5000))
+        too_long = asyncio.create_task(server.post(prompt="x" * 5000))
         await blocked.until_begun()
         assert await queue_tokens(server) == 0
         for _ in range(3):
             assert (await server.post()).status_code == 200
-        blocked.go_on.set()
-        assert (await context_length_error).status_code == 400
+        blocked.may_end.set()
+        assert (await too_long).status_code == 400
         assert (await server.post()).status_code == 200
 
 
-async def send_and_leave(
-    server: Server, path: str, body: dict[str, Any]
-) -> socket.socket:
+async def send_unread(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
     """Send a request and read nothing; closing the socket disconnects the client."""
     data = json.dumps({"model": "m", **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -273,25 +275,25 @@ async def send_and_leave(
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
 )
-async def test_client_disconnect_ends_its_work(tokenizer, path):
+async def test_client_disconnect_ends_the_work_on_its_request(tokenizer, path):
     text = "x" * 3000
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": [text, text]},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
         "/v1/responses": {"input": text},
     }
-    blocked = Blocked(tokenizer)
+    blocked = BlockedTokenizer(tokenizer)
     async with serving_4k(blocked, hang) as server:
-        client = await send_and_leave(server, path, bodies[path])
+        client = await send_unread(server, path, bodies[path])
         await blocked.until_begun()
         assert metric(server.metrics, "baton_requests_in_progress") == 1
         client.close()
-        await until_in_progress(server, 0)  # though its thread has not ended
-        blocked.go_on.set()
+        await until_in_progress(server, 0)  # although the tokenizing thread still runs
+        blocked.may_end.set()
         assert (
             await server.http.post("/tokenize", json={"prompt": text})
         ).status_code == 200
-        assert blocked.num_begun == 2, "its second prompt was not begun"
+        assert blocked.num_begun == 2, "the second prompt was not tokenized"
         assert not server.engine.added and await queue_tokens(server) == 0
 
 
@@ -303,31 +305,31 @@ async def test_offered_kv_is_released_when_the_client_disconnects(tokenizer):
             self.released.append(kv_transfer_params)
             return []
 
-    blocked = Blocked(tokenizer)
+    blocked = BlockedTokenizer(tokenizer)
     async with serving_4k(blocked, hang, Hooks()) as server:
         body = {"prompt": "x" * 3000, "kv_transfer_params": {"remote_engine_id": "p"}}
-        client = await send_and_leave(server, "/v1/completions", body)
+        client = await send_unread(server, "/v1/completions", body)
         await blocked.until_begun()
         client.close()
         await until_in_progress(server, 0)
-        blocked.go_on.set()
+        blocked.may_end.set()
         assert Hooks.released == [{"remote_engine_id": "p"}]
 
 
-async def test_client_disconnect_frees_its_place_for_a_thread(tokenizer):
+async def test_client_disconnect_lets_the_next_long_text_be_tokenized(tokenizer):
     """Very long texts are tokenized one at a time."""
-    blocked = Blocked(tokenizer)
+    blocked = BlockedTokenizer(tokenizer)
     ready = replace(READY, max_model_len=1 << 17, num_blocks=1 << 13)
     text = "x" * (1 << 20) + "x"
     async with serving(blocked, hang, ready=ready, max_body=1 << 22) as server:
-        first = await send_and_leave(server, "/tokenize", {"prompt": text})
+        first = await send_unread(server, "/tokenize", {"prompt": text})
         await blocked.until_begun()
-        second = await send_and_leave(server, "/v1/completions", {"prompt": text})
+        second = await send_unread(server, "/v1/completions", {"prompt": text})
         await until_in_progress(server, 1)
         second.close()
         await until_in_progress(server, 0)
         first.close()
-        blocked.go_on.set()
+        blocked.may_end.set()
         assert (
             await server.http.post("/tokenize", json={"prompt": "x" * 3000})
         ).status_code == 200
@@ -386,9 +388,9 @@ async def test_prompt_beyond_the_context_is_refused_before_rendering(
     async with serving(
         tokenizer, ready=replace(READY, max_model_len=2048), max_body=10**6
     ) as server:
-        release_messages = await server.http.post(path, json={"model": "m", **body})
-        error = release_messages.json()["error"]
-        assert (release_messages.status_code, error["param"]) == (400, field)
+        answer = await server.http.post(path, json={"model": "m", **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
         assert error["code"] == "context_length_exceeded"
         assert "5000" in error["message"] or "20000 characters" in error["message"]
         assert not server.engine.added
@@ -397,12 +399,12 @@ async def test_prompt_beyond_the_context_is_refused_before_rendering(
 # -- grammars that wait for their trial ------------------------------------------------
 
 
-def endless(number: int) -> dict[str, Any]:
+def slow_schema(number: int) -> dict[str, Any]:
     """A schema with a trial that takes all of the allowed time."""
     return {"json": {"type": "integer", "multipleOf": 4_999_999 + 2 * number}}
 
 
-async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_others(
+async def test_requests_with_a_grammar_being_compiled_do_not_delay_other_requests(
     tokenizer,
 ):
     async with serving(tokenizer, hang, max_queued_tokens=200) as server:
@@ -410,10 +412,9 @@ async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_other
         requested = [asyncio.create_task(server.post(**good)) for _ in range(3)]
         await until_added(server, 3)
         assert await queue_tokens(server) == 0
-        release_messages = await server.post(**good)
+        answer = await server.post(**good)
         assert (
-            release_messages.status_code == 429
-            and release_messages.json()["error"]["phase"] == "grammar"
+            answer.status_code == 429 and answer.json()["error"]["phase"] == "grammar"
         )
         requested.append(asyncio.create_task(server.post()))
         await until_added(server, 4)
@@ -423,8 +424,8 @@ async def test_requests_whose_grammar_the_engine_compiles_do_not_count_for_other
         assert await queue_tokens(server) == 128
         error = ErrorInfo("grammar_failed", "too complex")
         server.engine.emit(Outputs([TokenDelta(request_id=second, error=error)]))
-        for one in requested:
-            one.cancel()
+        for task in requested:
+            task.cancel()
         await asyncio.gather(*requested, return_exceptions=True)
         await until_in_progress(server, 0)
         assert await queue_tokens(server) == 0
@@ -444,25 +445,25 @@ async def test_waiting_trials_do_not_delay_requests_without_a_schema(
         good = {"structured_outputs": {"regex": "[a-z]*"}}
         assert (await server.post(**good)).status_code == 200
         waiting = [
-            asyncio.create_task(server.post(structured_outputs=endless(number)))
+            asyncio.create_task(server.post(structured_outputs=slow_schema(number)))
             for number in range(4)  # one is tried, three wait
         ]
         await until_in_progress(server, 4)
-        release_messages = await server.post(structured_outputs=endless(9))
+        answer = await server.post(structured_outputs=slow_schema(9))
         # Wait until the four are in the trial queue.
-        while release_messages.status_code != 429:
-            release_messages = await server.post(structured_outputs=endless(9))
-        error = release_messages.json()["error"]
+        while answer.status_code != 429:
+            answer = await server.post(structured_outputs=slow_schema(9))
+        error = answer.json()["error"]
         assert (error["code"], error["phase"]) == ("rate_limit_exceeded", "grammar")
         assert (
-            "trial queue" in error["message"]
-            and release_messages.headers["retry-after"] == "5"
+            "trial queue" in error["message"] and answer.headers["retry-after"] == "5"
         )
         assert await queue_tokens(server) == 0
         for _ in range(3):
             assert (await server.post()).status_code == 200
-            assert (await server.post(**good)).status_code == 200  # tried before
-        for one in waiting:
-            one.cancel()
+            # This grammar has already passed its trial.
+            assert (await server.post(**good)).status_code == 200
+        for task in waiting:
+            task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await until_in_progress(server, 0)

@@ -50,8 +50,8 @@ class _FakeRunner:
 
 
 def _step(token_ids: list[int]) -> StepInput:
-    one = np.ones(1, np.int32)
-    return StepInput(np.array(token_ids), one, one, one[None], one * 0, [])
+    ones = np.ones(1, np.int32)
+    return StepInput(np.array(token_ids), ones, ones, ones[None], ones * 0, [])
 
 
 def _close(links: RankLinks) -> None:
@@ -190,10 +190,11 @@ def test_rank_lost_names_the_exited_rank_only(process, is_reaped):
 
 
 def test_rank_lost_is_raised_after_the_other_rank_has_exited(process, monkeypatch):
-    """The teardown of GPU memory takes time, and the exit status is known only then."""
+    """An exiting process first releases its GPU memory, which takes time. Its exit
+    status is known only afterwards."""
     monkeypatch.setattr("engine.worker.ranks.is_exiting", lambda pid: True)
     killer = threading.Timer(0.3, process.kill)
     killer.start()
     with pytest.raises(RankLost, match="rank 1 has ended"):
         raise_if_rank_lost(_FAILURE, 0, [None, process.pid])
-    assert process.poll() is not None, "the process exited first"
+    assert process.poll() is not None, "RankLost comes only after the process exits"

@@ -31,7 +31,7 @@ from tests.rigs.shadow import (
 
 VOCAB = 512
 MAX_MODEL_LEN = 64
-TOLERANCE = 1e-3  # because the ranks add in a different order
+TOLERANCE = 1e-3  # because two ranks do not add in the order of a single rank
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from tests.rigs.engine_pair import RealPair
 from tests.rigs.shadow import MemoryTransport, add
 
 WINDOW, NUM_TOKENS = 40, 10
-PROMPT = [(37 * at * at + 11) % 131 for at in range(250)]
+PROMPT = [(37 * i * i + 11) % 131 for i in range(250)]
 # The prefix that both sides have cached ends within windows of 40 tokens.
-NEXT = [*PROMPT[:93], 5, 9]
+SECOND_PROMPT = [*PROMPT[:93], 5, 9]
 MODELS = ["gemma3", "gemma2", "mistral-window", "qwen3-window"]
 GEOMETRIES = [
     {"p_block_size": 8, "block_size": 4, "p_order": "LBCNHD"},
@@ -27,7 +27,7 @@ GEOMETRIES = [
 ]
 
 
-def answered(pair: RealPair, prompt: list[int], **members: object) -> MemoryTransport:
+def run_pair(pair: RealPair, prompt: list[int], **members: object) -> MemoryTransport:
     request = add("r", prompt, NUM_TOKENS, SamplingParams(temperature=0.0), **members)
     return pair.prefill_and_decode(request)
 
@@ -37,8 +37,8 @@ def test_pair_of_engines_continues_prompts_as_transformers_does(name, tmp_path):
     architecture, options = CASES[ARCHITECTURES[name].test_case]
     reference = make(architecture, tmp_path, **options)
     with RealPair(tmp_path, p_block_size=8, block_size=4, p_order="LBCNHD") as pair:
-        for prompt in (PROMPT[:170], NEXT):
-            tokens = answered(pair, prompt).tokens("r")
+        for prompt in (PROMPT[:170], SECOND_PROMPT):
+            tokens = run_pair(pair, prompt).tokens("r")
             assert tokens == continued(reference, prompt, NUM_TOKENS)
 
 
@@ -47,8 +47,9 @@ def test_pair_of_engines_continues_prompts_as_transformers_does(name, tmp_path):
 def test_transfer_of_windows_gives_the_tokens_of_a_model_with_all_kv(
     name, geometry, tmp_path
 ):
-    """The first prompt has several windows. The second continues it after the answer.
-    The others branch off near the edge of a window.
+    """The first prompt is longer than several windows. The second prompt continues the
+    first prompt and its answer. The others leave the first prompt near the edge of a
+    window.
     """
     architecture, options = CASES[name]
     reference = make(architecture, tmp_path, **options)
@@ -56,14 +57,14 @@ def test_transfer_of_windows_gives_the_tokens_of_a_model_with_all_kv(
         groups = pair.d.groups
         size = geometry["block_size"]
         token_bytes = pair.d.pools[0].layout.token_bytes
-        moved = 0
+        moved_bytes = 0
         follow_up = [*PROMPT, *continued(reference, PROMPT, NUM_TOKENS), 7, 8]
-        edges = [[*PROMPT[:at], 3, 1] for at in (48, 96, 104)]
+        edges = [[*PROMPT[:i], 3, 1] for i in (48, 96, 104)]
         for prompt in (PROMPT, follow_up, *edges):
-            # All choices except the first compute the prompt's last block again, so
-            # its window begins earlier.
+            # All choices except the first compute the prompt's last block again, and
+            # the window before this block begins earlier.
             choices = 2 if size == 16 else 1
-            out = answered(pair, prompt, num_choices=choices)
+            out = run_pair(pair, prompt, num_choices=choices)
             stop = len(prompt)
             for choice in range(choices):
                 assert out.tokens("r", choice) == continued(
@@ -71,22 +72,22 @@ def test_transfer_of_windows_gives_the_tokens_of_a_model_with_all_kv(
                 )
             usage = out.terminals("r")[0].usage
             assert usage.recomputed == 0
-            reach = (stop - 1) // size * size if choices > 1 else stop
-            whole = groups.windows.count(None) * (stop - usage.skipped)
-            windows = (groups.count - groups.windows.count(None)) * (
-                stop - max(usage.skipped, reach - WINDOW)
+            window_end = (stop - 1) // size * size if choices > 1 else stop
+            full_tokens = groups.windows.count(None) * (stop - usage.skipped)
+            window_tokens = (groups.count - groups.windows.count(None)) * (
+                stop - max(usage.skipped, window_end - WINDOW)
             )
-            moved += (whole + windows) * token_bytes
+            moved_bytes += (full_tokens + window_tokens) * token_bytes
             stats = pair.d.core.connector.stats()
-            assert stats["baton_kv_transfer_bytes"] == moved
+            assert stats["baton_kv_transfer_bytes"] == moved_bytes
             assert stats["baton_kv_verified_tokens"] > 0
-        assert migrated(pair, PROMPT[::-1]) == continued(
+        assert migrate(pair, PROMPT[::-1]) == continued(
             reference, PROMPT[::-1], NUM_TOKENS
         )
 
 
-def migrated(pair: RealPair, prompt: list[int]) -> list[int]:
-    """Returns the tokens of a sequence that begins on D and migrates to P."""
+def migrate(pair: RealPair, prompt: list[int]) -> list[int]:
+    """Begins a sequence on D and migrates it to P. Returns the sequence's tokens."""
     p, d = pair.engines
     out = d.out = d.core.transport = MemoryTransport()
     name = pair.begin(d, prompt, NUM_TOKENS)

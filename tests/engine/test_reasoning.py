@@ -1,4 +1,4 @@
-"""Reasoning is separated from the answer, whatever the pieces of text."""
+"""Reasoning is separated from the answer, in whatever pieces the text arrives."""
 
 from typing import Any
 
@@ -29,19 +29,19 @@ CASES: list[tuple[Any, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("begins", "text", "reasoning", "content"), CASES)
-def test_reasoning_is_separated_in_any_pieces(begins, text, reasoning, content):
-    cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]
-    cuts += [[text[:at], *text[at:]] for at in range(len(text))]
+@pytest.mark.parametrize(("start", "text", "reasoning", "content"), CASES)
+def test_reasoning_is_separated_in_any_pieces(start, text, reasoning, content):
+    cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(len(text)))]
+    cuts += [[text[:i], *text[i:]] for i in range(len(text))]
     for pieces in cuts:
-        parser = ReasoningParser(begins)
-        reported = [*map(parser.feed, pieces), parser.finish()]
-        assert ["".join(parts) for parts in zip(*reported, strict=True)] == [
+        parser = ReasoningParser(start)
+        results = [*map(parser.feed, pieces), parser.finish()]
+        assert ["".join(parts) for parts in zip(*results, strict=True)] == [
             reasoning,
             content,
         ], pieces
         assert (
-            parser.is_over == (begins == "perhaps" or "</think>" in text) or not content
+            parser.is_over == (start == "perhaps" or "</think>" in text) or not content
         )
 
 
@@ -101,34 +101,40 @@ NO_CALLS = [
 
 
 def cuts_of(text: str) -> list[list[str]]:
-    return [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
+    return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
 
 
 def read(
-    form: str, pieces: list[str], *, mode: Any = "auto", is_truncated: bool = False
+    call_format: str,
+    pieces: list[str],
+    *,
+    mode: Any = "auto",
+    is_truncated: bool = False,
 ) -> list[str]:
     """Return the reasoning and the answer."""
-    parser = ReasoningParser("perhaps", CallOpenings(Tools(TOOLS, mode, "add"), form))
-    reported = [*map(parser.feed, pieces), parser.finish(is_truncated=is_truncated)]
-    return ["".join(parts) for parts in zip(*reported, strict=True)]
+    parser = ReasoningParser(
+        "perhaps", CallOpenings(Tools(TOOLS, mode, "add"), call_format)
+    )
+    results = [*map(parser.feed, pieces), parser.finish(is_truncated=is_truncated)]
+    return ["".join(parts) for parts in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize(("form", "call"), CALLS)
-def test_call_ends_reasoning_that_is_never_closed(form, call):
+@pytest.mark.parametrize(("call_format", "call"), CALLS)
+def test_call_ends_reasoning_that_is_never_closed(call_format, call):
     for pieces in cuts_of(f"<think>\nI < add.\n{call}"):
-        assert read(form, pieces) == ["I < add.", call], pieces
+        assert read(call_format, pieces) == ["I < add.", call], pieces
 
 
-@pytest.mark.parametrize(("form", "text"), NO_CALLS)
-def test_text_that_only_looks_like_a_call_is_reasoning(form, text):
+@pytest.mark.parametrize(("call_format", "text"), NO_CALLS)
+def test_text_that_only_looks_like_a_call_is_reasoning(call_format, text):
     for pieces in cuts_of(f"<think>\n{text}"):
-        assert read(form, pieces) == [text, ""], pieces
+        assert read(call_format, pieces) == [text, ""], pieces
 
 
-@pytest.mark.parametrize(("form", "call"), CALLS)
-def test_call_in_closed_reasoning_is_no_call(form, call):
+@pytest.mark.parametrize(("call_format", "call"), CALLS)
+def test_call_in_closed_reasoning_is_no_call(call_format, call):
     for pieces in cuts_of(f"<think>{call} or not?</think>\n\nYes {call}"):
-        assert read(form, pieces) == [f"{call} or not?", f"Yes {call}"], pieces
+        assert read(call_format, pieces) == [f"{call} or not?", f"Yes {call}"], pieces
 
 
 def test_reasoning_cut_by_a_limit_includes_the_call():
@@ -137,7 +143,7 @@ def test_reasoning_cut_by_a_limit_includes_the_call():
 
 
 @pytest.mark.parametrize("mode", ["none", "required", "named"])
-def test_call_ends_no_reasoning_where_the_model_may_not_call(mode):
+def test_call_does_not_end_the_reasoning_if_the_model_may_not_call(mode):
     assert read("hermes", [f"<think>hm {HERMES}"], mode=mode) == [f"hm {HERMES}", ""]
 
 

@@ -14,7 +14,7 @@ from engine.text.tokenizer import Tokenizer
 from protocol.messages import AddRequest, Grammar, TokenDelta, TokenLogprobs
 from tests.engine.test_harmony import CALL as HARMONY_CALL
 from tests.engine.test_harmony import FINAL, START, THINK
-from tests.engine.test_http_responses import FLAT, SHOWS, client_of
+from tests.engine.test_http_responses import FLAT, TEMPLATE, client_of
 from tests.engine.test_http_tools import CALL
 from tests.rigs.http_server import (
     USAGE,
@@ -27,7 +27,7 @@ from tests.rigs.http_server import (
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 LOGPROBS = "message.output_text.logprobs"
 
-# Fields that chats have, too, with one value each.
+# Fields that /v1/chat/completions also has, with one value each.
 SHARED: dict[str, Any] = {
     "top_k": 7,
     "min_p": 0.25,
@@ -50,11 +50,11 @@ SHARED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SHARED)
 async def test_field_has_the_same_effect_as_in_a_chat(name, tokenizer):
-    knowing = with_template(
-        tokenizer, SHOWS.replace("reasoning_effort", "enable_thinking")
+    templated = with_template(
+        tokenizer, TEMPLATE.replace("reasoning_effort", "enable_thinking")
     )
     field = {name: SHARED[name]}
-    async with serving_4k(knowing, text_script(knowing, "ok")) as server:
+    async with serving_4k(templated, text_script(templated, "ok")) as server:
         plain = {"seed": 1, "model": "m", "input": "Hi"}
         bodies: list[tuple[str, dict[str, Any]]] = [
             (RESPONSES, plain),
@@ -67,9 +67,9 @@ async def test_field_has_the_same_effect_as_in_a_chat(name, tokenizer):
         for path, body in bodies:
             answer = await server.http.post(path, json=body)
             assert answer.status_code == 200, answer.text
-        without, reported, chat = (_without_id(add) for add in server.engine.added)
-        assert reported == chat
-        assert reported != without
+        without, response, chat = (_without_id(add) for add in server.engine.added)
+        assert response == chat
+        assert response != without
 
 
 def _without_id(add: AddRequest) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def _without_id(add: AddRequest) -> dict[str, Any]:
 async def test_stop_string_ends_a_response(tokenizer):
     async with serving_4k(tokenizer, text_script(tokenizer, "one two three")) as server:
         body = {"model": "m", "input": "Hi", "stop": " two"}
-        reported = Response.model_validate(
+        response = Response.model_validate(
             (await server.http.post(RESPONSES, json=body)).json()
         )
-    assert (reported.output_text, reported.status) == ("one", "completed")
+    assert (response.output_text, response.status) == ("one", "completed")
 
 
 async def test_contradictions_are_named_by_the_fields_of_this_endpoint(tokenizer):
@@ -140,12 +140,13 @@ async def test_json_objects_may_have_a_schema(tokenizer):
 
 
 def saying_with_logprobs(tokenizer: Tokenizer, text: str) -> Any:
-    """A script that writes `text`. Token n has logprob -n / 8, less than "A" has."""
+    """Returns a script that generates `text`. Token n has the logprob -n / 8. The most
+    likely token is always "A", with the logprob -n / 16."""
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
         assert request.sampling.num_logprobs is not None
-        for at, token_id in enumerate(tokenizer.encode(text)):
-            actual = TokenLogprobs(-at / 8, tokenizer.encode("A"), [-at / 16])
+        for i, token_id in enumerate(tokenizer.encode(text)):
+            actual = TokenLogprobs(-i / 8, tokenizer.encode("A"), [-i / 16])
             ids = [token_id]
             yield TokenDelta(
                 request_id=request.request_id, token_ids=ids, logprobs=[actual]
@@ -157,7 +158,7 @@ def saying_with_logprobs(tokenizer: Tokenizer, text: str) -> Any:
     return script
 
 
-# The model's text, and the messages of the response.
+# The model's text, and the texts of the messages in the response.
 OUTPUTS = [
     ("añb", ["añb"]),
     ("<think>I add.</think>So", ["So"]),
@@ -172,42 +173,52 @@ OUTPUTS = [
 async def test_each_message_has_the_log_probabilities_of_its_tokens(
     tokenizer, text, messages, num_top
 ):
-    knowing = with_template(tokenizer, SHOWS)
+    templated = with_template(tokenizer, TEMPLATE)
     request: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
     request["top_logprobs"] = num_top
-    async with serving_4k(knowing, saying_with_logprobs(knowing, text)) as server:
+    async with serving_4k(templated, saying_with_logprobs(templated, text)) as server:
         async with client_of(server) as client:
-            whole = await client.responses.create(**request)
+            complete_response = await client.responses.create(**request)
             async with client.responses.stream(**request) as stream:
-                reported = [event async for event in stream]
+                stream_events = [event async for event in stream]
                 final = await stream.get_final_response()
-    assert whole.top_logprobs == num_top
-    actual = [_logprobs_of(item) for item in whole.output if item.type == "message"]
+    assert complete_response.top_logprobs == num_top
+    actual = [
+        _logprobs_of(item)
+        for item in complete_response.output
+        if item.type == "message"
+    ]
     assert actual == [
         _logprobs_of(item) for item in final.output if item.type == "message"
     ]
-    ids = knowing.encode(text)
+    ids = templated.encode(text)
     for message, logprobs in zip(messages, actual, strict=True):
-        raw = b"".join(bytes(one["bytes"]) for one in logprobs)
+        raw = b"".join(bytes(entry["bytes"]) for entry in logprobs)
         assert raw.decode() == message
-        begin = text.encode().index(raw)  # a token is a byte here
-        assert [one["logprob"] for one in logprobs] == [
-            -(begin + at) / 8 for at in range(len(raw))
+        begin = text.encode().index(raw)  # each token is one byte
+        assert [entry["logprob"] for entry in logprobs] == [
+            -(begin + i) / 8 for i in range(len(raw))
         ]
-        for at, one in enumerate(logprobs):
-            top = [{"token": "A", "logprob": -(begin + at) / 16, "bytes": [65]}]
-            assert one["top_logprobs"] == top[:num_top]
-            assert one["token"] == knowing.token_text(ids[begin + at]).text
-    deltas = [event for event in reported if isinstance(event, ResponseTextDeltaEvent)]
+        for i, entry in enumerate(logprobs):
+            top = [{"token": "A", "logprob": -(begin + i) / 16, "bytes": [65]}]
+            assert entry["top_logprobs"] == top[:num_top]
+            assert entry["token"] == templated.token_text(ids[begin + i]).text
+    deltas = [
+        event for event in stream_events if isinstance(event, ResponseTextDeltaEvent)
+    ]
     assert "".join(event.delta for event in deltas) == "".join(messages)
-    streamed = [one.logprob for event in deltas for one in event.logprobs]
-    ends = [event for event in reported if isinstance(event, ResponseTextDoneEvent)]
+    streamed = [entry.logprob for event in deltas for entry in event.logprobs]
+    ends = [
+        event for event in stream_events if isinstance(event, ResponseTextDoneEvent)
+    ]
     assert (
         streamed
-        == [one["logprob"] for logprobs in actual for one in logprobs][: len(streamed)]
+        == [entry["logprob"] for logprobs in actual for entry in logprobs][
+            : len(streamed)
+        ]
     )
-    assert [[one.logprob for one in event.logprobs] for event in ends] == [
-        [one["logprob"] for one in logprobs] for logprobs in actual
+    assert [[entry.logprob for entry in event.logprobs] for event in ends] == [
+        [entry["logprob"] for entry in logprobs] for logprobs in actual
     ]
 
 
@@ -216,13 +227,16 @@ async def test_in_harmony_only_final_text_has_log_probabilities(harmony):
     request: Any = {"model": "m", "input": "Hi", "tools": [FLAT], "include": [LOGPROBS]}
     async with serving_harmony(harmony, saying_with_logprobs(harmony, text)) as server:
         async with client_of(server) as client:
-            whole = await client.responses.create(**request)
-    assert [item.type for item in whole.output] == [
+            complete_response = await client.responses.create(**request)
+    assert [item.type for item in complete_response.output] == [
         "reasoning",
         "message",
         "function_call",
     ]
-    assert [one["token"] for one in _logprobs_of(whole.output[1])] == ["A", "h"]
+    assert [entry["token"] for entry in _logprobs_of(complete_response.output[1])] == [
+        "A",
+        "h",
+    ]
 
 
 def _logprobs_of(item: Any) -> list[dict[str, Any]]:
@@ -234,6 +248,6 @@ def _logprobs_of(item: Any) -> list[dict[str, Any]]:
 async def test_response_has_log_probabilities_only_on_request(tokenizer):
     async with serving_4k(tokenizer, text_script(tokenizer, "ok")) as server:
         body = {"input": "Hi", "include": ["reasoning.encrypted_content"]}
-        reported = (await server.http.post(RESPONSES, json=body)).json()
-        assert reported["output"][0]["content"][0]["logprobs"] == []
+        response = (await server.http.post(RESPONSES, json=body)).json()
+        assert response["output"][0]["content"][0]["logprobs"] == []
         assert server.engine.added[0].sampling.num_logprobs is None

@@ -25,7 +25,7 @@ from protocol.messages import (
 )
 from tests.engine.test_harmony import CALL as HARMONY_CALL
 from tests.engine.test_harmony import FINAL, START, THINK
-from tests.engine.test_http_responses import FLAT, SHOWS
+from tests.engine.test_http_responses import FLAT, TEMPLATE
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.proxy.fakes import until
 from tests.rigs.http_server import (
@@ -50,10 +50,10 @@ _INCLUDE = {"include": ["message.output_text.logprobs"]}
 
 
 def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
-    """Return a script that generates a text for each choice in turn.
+    """Return a script that generates one of `texts` for each choice.
 
-    It continues after the tokens of a resumed request. `cached` tokens of the prompt
-    come from the cache.
+    If a request is resumed, the script continues after the tokens of the request.
+    `cached` tokens of the prompt come from the cache.
     """
     output = [tokenizer.encode(text) for text in texts]
 
@@ -63,25 +63,30 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
         if request.num_prompt_logprobs is not None:
             actual = [None, *[TokenLogprobs(-1.5)] * (len(request.token_ids) - 1)]
             yield TokenDelta(request_id=name, prompt_logprobs=actual)
-        for at in range(max(map(len, output)) + 1):
+        for position in range(max(map(len, output)) + 1):
             for choice, ids in enumerate(output[: request.num_choices]):
-                sent = (
+                resumed_choice = (
                     request.resumed_choices[choice] if request.resumed_choices else None
                 )
-                if sent and (sent.has_ended or at < len(sent.token_ids)):
+                if resumed_choice and (
+                    resumed_choice.has_ended or position < len(resumed_choice.token_ids)
+                ):
                     continue
-                logprob = TokenLogprobs(-at / 8, [7], [-at / 4])
+                logprob = TokenLogprobs(-position / 8, [7], [-position / 4])
                 logprobs = (
                     [logprob] if request.sampling.num_logprobs is not None else None
                 )
-                if at < len(ids):
-                    reported = {"token_ids": ids[at : at + 1], "logprobs": logprobs}
-                    reported |= {"usage": usage} if at == 0 else {}
-                    yield TokenDelta(request_id=name, choice=choice, **reported)
-                elif at == len(ids):
-                    reported = {"finish_reason": "length", "usage": usage}
-                    yield TokenDelta(request_id=name, choice=choice, **reported)
-                if at:  # the first tokens come in one step
+                if position < len(ids):
+                    delta_fields = {
+                        "token_ids": ids[position : position + 1],
+                        "logprobs": logprobs,
+                    }
+                    delta_fields |= {"usage": usage} if position == 0 else {}
+                    yield TokenDelta(request_id=name, choice=choice, **delta_fields)
+                elif position == len(ids):
+                    delta_fields = {"finish_reason": "length", "usage": usage}
+                    yield TokenDelta(request_id=name, choice=choice, **delta_fields)
+                if position:  # the first tokens of all choices come at once
                     await asyncio.sleep(0)
 
     return script
@@ -94,19 +99,21 @@ async def _post(
     server: Server, path: str, body: dict[str, Any], texts: Sequence[bytes] = ()
 ) -> httpx.Response:
     """Request a stream, or the continuation of a stream, as a proxy does."""
-    retained = resume.FrameHistory()
+    history = resume.FrameHistory()
     for text in texts:
-        retained.add(text + b",")
-    more = {resume.MEMBER: msgspec.json.decode(retained.sign(SECRET))} if texts else {}
+        history.add(text + b",")
+    resumed_fields = (
+        {resume.MEMBER: msgspec.json.decode(history.sign(SECRET))} if texts else {}
+    )
     headers = {
         "x-request-id": "r",
         resume.HEADER: resume.frames_request(SECRET, b"r").decode(),
     }
-    whole = {"model": "m", "stream": True, **body, **more}
-    return await server.http.post(path, json=whole, headers=headers)
+    request_body = {"model": "m", "stream": True, **body, **resumed_fields}
+    return await server.http.post(path, json=request_body, headers=headers)
 
 
-async def _frames(server: Server, *request: Any) -> Frames:
+async def _request_frames(server: Server, *request: Any) -> Frames:
     answer = await _post(server, *request)
     assert answer.status_code == 200, answer.text
     frames = resume.Frames()
@@ -115,7 +122,7 @@ async def _frames(server: Server, *request: Any) -> Frames:
     return actual
 
 
-def _joined(frames: Frames) -> bytes:
+def _join_events(frames: Frames) -> bytes:
     return b"".join(events for _, events in frames)
 
 
@@ -203,27 +210,30 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 async def test_stream_resumes_after_any_of_its_frames(name, tokenizer, harmony):
     path, body, output = _STREAMS[name]
     body = {"max_output_tokens" if path == _RESPONSES else "max_tokens": 200, **body}
-    knowing = harmony if "harmony" in name else with_template(tokenizer, SHOWS)
-    serve = partial(serving_harmony, knowing)
-    scripts = _script(knowing, output), _script(knowing, output, 1)
+    templated = harmony if "harmony" in name else with_template(tokenizer, TEMPLATE)
+    serve = partial(serving_harmony, templated)
+    scripts = _script(templated, output), _script(templated, output, 1)
     async with serve(scripts[0]) as first, serve(scripts[1]) as other:
-        whole = await _frames(first, path, body)
-        assert len(whole) >= 3
+        frames = await _request_frames(first, path, body)
+        assert len(frames) >= 3
         plain = await first.http.post(path, json={"model": "m", "stream": True, **body})
-        assert _anonymous(plain.content) == _anonymous(_joined(whole))
-        for cut in range(1, len(whole), 1 + len(whole) // 50):
-            texts = [text for text, _ in whole[:cut]]
-            # The number of cached tokens is unknown before the first token.
+        assert _anonymous(plain.content) == _anonymous(_join_events(frames))
+        for cut in range(1, len(frames), 1 + len(frames) // 50):
+            texts = [text for text, _ in frames[:cut]]
+            # `other` reports another number of cached tokens. Frames before the first
+            # token do not contain the number, so `first` must resume them.
             server = other if cut > 1 else first
-            rest = await _frames(server, path, body, texts)
-            assert _joined(whole[:cut] + rest) == _joined(whole), cut
+            rest = await _request_frames(server, path, body, texts)
+            assert _join_events(frames[:cut] + rest) == _join_events(frames), cut
             if len(rest) > 1 and cut % 4 == 1:  # resume a second time
-                again = await _frames(first, path, body, [*texts, rest[0][0]])
-                assert _joined([*whole[:cut], rest[0], *again]) == _joined(whole), cut
+                again = await _request_frames(first, path, body, [*texts, rest[0][0]])
+                assert _join_events([*frames[:cut], rest[0], *again]) == _join_events(
+                    frames
+                ), cut
 
 
 def _anonymous(stream: bytes) -> bytes:
-    """Return a response without the parts that differ between responses."""
+    """Return a response without ids and times, which differ between responses."""
     ids = rb'(cmpl-|resp_|msg_|rs_|fc_|call_)[0-9a-f]{24,32}|"created(_at)?":\d+'
     return re.sub(ids, b"", stream)
 
@@ -242,7 +252,9 @@ async def test_stream_resumes_only_with_the_same_request_and_model(tokenizer):
         serving(tokenizer, script) as first,
         serving(tokenizer, script) as second,
     ):
-        texts = [text for text, _ in (await _frames(first, _COMPLETIONS, body))[:3]]
+        texts = [
+            text for text, _ in (await _request_frames(first, _COMPLETIONS, body))[:3]
+        ]
         for other in others:
             answer = await _post(second, _COMPLETIONS, {**body, **other}, texts)
             assert answer.status_code == 503
@@ -251,18 +263,15 @@ async def test_stream_resumes_only_with_the_same_request_and_model(tokenizer):
             second, _COMPLETIONS, body, [texts[0], b"[[0,[99999999]]]"]
         )
         assert beyond.status_code == 503 and "token ids above" in beyond.text
-        assert await _frames(second, _COMPLETIONS, body, texts)
+        assert await _request_frames(second, _COMPLETIONS, body, texts)
         assert len(second.engine.added) == 1
     dtype = replace(READY, geometry={"dtype": "bfloat16"})
     short = replace(READY, max_model_len=8)
-    for ready, requested_kinds in ((dtype, "dtype"), (short, "context")):
+    for ready, reason in ((dtype, "dtype"), (short, "context")):
         async with serving(tokenizer, script, ready=ready) as other:
             request = {**body, "max_tokens": 5} if ready is short else body
             answer = await _post(other, _COMPLETIONS, request, texts)
-            assert (answer.status_code, requested_kinds in answer.text) == (
-                503,
-                True,
-            ), answer.text
+            assert answer.status_code == 503 and reason in answer.text, answer.text
 
 
 async def test_only_a_proxy_of_the_cluster_gets_frames_or_resumes_a_stream(tokenizer):
@@ -293,18 +302,21 @@ async def test_error_frame_reports_whether_a_stream_may_resume(tokenizer):
             request: AddRequest, code: str = code
         ) -> AsyncIterator[TokenDelta]:
             yield TokenDelta(request_id=request.request_id, token_ids=[70])
-            for _ in range(50):  # the head of the response is sent
+            for _ in range(50):  # gives the server time to send the response's head
                 await asyncio.sleep(0)
             yield TokenDelta(request_id=request.request_id, error=ErrorInfo(code, "x"))
 
         async with serving(tokenizer, script) as server:
-            *_, (reported, event) = await _frames(server, _COMPLETIONS, {"prompt": "a"})
-            assert reported == text and code.encode() in event
+            *_, (marker, event) = await _request_frames(
+                server, _COMPLETIONS, {"prompt": "a"}
+            )
+            assert marker == text and code.encode() in event
 
 
-@pytest.mark.parametrize("stop", [[], ["calls"]], ids=["", "that are not shown yet"])
+@pytest.mark.parametrize("stop", [[], ["calls"]], ids=["text", "text held back"])
 async def test_migrating_stream_ends_with_a_reference_to_its_kv(tokenizer, stop):
-    """The reference comes after all tokens, even if the tokens are read late."""
+    """The reference comes after all tokens, even if the server reads the last tokens
+    and the reference together."""
     first, *others = tokenizer.encode("Icall")
     assert len(others) > 1
 
@@ -320,10 +332,12 @@ async def test_migrating_stream_ends_with_a_reference_to_its_kv(tokenizer, stop)
 
     async with serving(tokenizer, script) as server:
         requested = {"prompt": "a", "stop": stop}
-        *_, last, (reported, event) = await _frames(server, _COMPLETIONS, requested)
+        *_, last, (marker, event) = await _request_frames(
+            server, _COMPLETIONS, requested
+        )
         assert (
             msgspec.json.decode(last[0]) == [[0, others]]
-            and reported == b'!moved {"a":[1]}'
+            and marker == b'!moved {"a":[1]}'
         )
         assert bool(last[1]) == (not stop) and b"no_server_available" in event
         assert not server.engine.aborted, "the next server will pull the KV"
@@ -332,44 +346,49 @@ async def test_migrating_stream_ends_with_a_reference_to_its_kv(tokenizer, stop)
 @pytest.mark.parametrize(
     "name", ["logprobs", "characters of several tokens", "choices"]
 )
-@pytest.mark.parametrize("num", [1, 4])
-async def test_answer_without_a_stream_migrates_with_its_tokens(tokenizer, name, num):
+@pytest.mark.parametrize("num_tokens", [1, 4])
+async def test_answer_without_a_stream_migrates_with_its_tokens(
+    tokenizer, name, num_tokens
+):
     path, body, output = _STREAMS[name]
     body = {"max_tokens": 90, "stream": False, **body}
-    knowing = with_template(tokenizer, SHOWS)
-    script = _script(knowing, output)
+    templated = with_template(tokenizer, TEMPLATE)
+    script = _script(templated, output)
 
-    async def moves(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        left = num * request.num_choices
+    async def migrate(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        num_left = num_tokens * request.num_choices
         open_choices = dict.fromkeys(range(request.num_choices))
         async for delta in script(request):
-            if not (left := left - 1) or delta.finish_reason:
+            num_left -= 1
+            if not num_left or delta.finish_reason:
                 break
             yield delta
         for choice in open_choices:
-            reported = {
+            delta_fields = {
                 "choice": choice,
                 "kv_transfer_params": None if choice else {"a": [1]},
             }
             yield TokenDelta(
-                request_id=request.request_id, finish_reason=MOVED, **reported
+                request_id=request.request_id, finish_reason=MOVED, **delta_fields
             )
 
     async with (
-        serving_4k(knowing, moves) as first,
-        serving_4k(knowing, script) as other,
+        serving_4k(templated, migrate) as first,
+        serving_4k(templated, script) as other,
     ):
         expected = await _post(other, path, body)
-        *frames, (reported, _) = await _frames(first, path, body)
-        assert reported == b'!moved {"a":[1]}' and not _joined(frames)
+        *frames, (marker, _) = await _request_frames(first, path, body)
+        assert marker == b'!moved {"a":[1]}' and not _join_events(frames)
         actual = await _post(other, path, body, [text for text, _ in frames])
         assert _anonymous(actual.content) == _anonymous(expected.content)
         assert (
             actual.headers["content-type"] == "application/json"
             and actual.status_code == 200
         )
-        sent = [one.token_ids for one in other.engine.added[-1].resumed_choices]
-        assert sum(map(len, sent)) >= num - 1 and resume.HEADER not in actual.headers
+        resumed_choices = other.engine.added[-1].resumed_choices
+        num_resumed = sum(len(choice.token_ids) for choice in resumed_choices)
+        assert num_resumed >= num_tokens - 1
+        assert resume.HEADER not in actual.headers
 
 
 @pytest.mark.parametrize(
@@ -391,26 +410,24 @@ def test_answer_keeps_its_frames_only_while_it_can_migrate(
         framing.hold_frame()
         assert b" []\n" in framing.wrap(b""), "the deltas are dropped"
     assert framing.may_migrate == (size == 1)
-    retained = resume.Frames().feed(framing.migration_end({}, b""))
-    assert [text.startswith(b"[[0,") for text, _ in retained].count(
-        True
-    ) == num_retained
+    history = resume.Frames().feed(framing.migration_end({}, b""))
+    assert [text.startswith(b"[[0,") for text, _ in history].count(True) == num_retained
 
 
 async def test_only_framed_answers_to_one_prompt_migrate(tokenizer):
     """Requests with unfinished prompts migrate later: the server listens until then."""
     async with serving(tokenizer, hang) as server:
-        moves = {"prompt": "a"}
-        stay = [
+        movable = {"prompt": "a"}
+        not_movable = [
             {"prompt": "a", "echo": True, "logprobs": 1, "stream": False},
             {"prompt": ["a", "b"]},
         ]
-        request = [
+        tasks = [
             asyncio.create_task(_post(server, _COMPLETIONS, body))
-            for body in (moves, *stay)
+            for body in (movable, *not_movable)
         ]
-        request.append(
-            asyncio.create_task(server.post(model="m", stream=True, **moves))
+        tasks.append(
+            asyncio.create_task(server.post(model="m", stream=True, **movable))
         )
         await until(
             lambda: len(server.engine.added) == 5 and bool(server.engine.movable)
@@ -429,9 +446,9 @@ async def test_only_framed_answers_to_one_prompt_migrate(tokenizer):
         assert answer.json() == {"moving": 1}
         (name,) = server.engine.moving
         assert name == server.engine.added[0].request_id
-        for task in request:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*request, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: not (server.engine.moving or server.engine._subscriptions))
 
 
@@ -439,12 +456,12 @@ async def test_request_tokenized_after_the_handover_ends_at_the_drained_server(
     tokenizer,
 ):
     """A request that was tokenized before the handover migrates. The server then
-    listens until its KV has been pulled.
+    listens until the KV of this request has been pulled.
     """
-    leave = asyncio.Event()
+    may_end = asyncio.Event()
 
     async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
-        await leave.wait()
+        await may_end.wait()
         yield TokenDelta(request_id=request.request_id, finish_reason=MOVED)
 
     async with serving(tokenizer, script) as server:
@@ -455,18 +472,19 @@ async def test_request_tokenized_after_the_handover_ends_at_the_drained_server(
 
         requested = [send()]
         await until(lambda: bool(engine.movable))
-        handing = asyncio.create_task(engine.hand_over(math.inf))
+        handover = asyncio.create_task(engine.hand_over(math.inf))
         requested.append(send())
         await until(lambda: len(engine.moving) == 2)
         engine.stats["baton_leases_held"] = 1.0
-        leave.set()
-        assert all(b"!moved" in one.content for one in await asyncio.gather(*requested))
-        assert not handing.done()
+        may_end.set()
+        answers = await asyncio.gather(*requested)
+        assert all(b"!moved" in answer.content for answer in answers)
+        assert not handover.done()
         engine.stats.clear()
-        await handing
-        leave.clear()
-        late = send()
+        await handover
+        may_end.clear()
+        late_request = send()
         await until(lambda: len(engine.added) == 3 and bool(engine.movable))
         assert not engine.moving
-        leave.set()
-        await late
+        may_end.set()
+        await late_request

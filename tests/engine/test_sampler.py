@@ -38,8 +38,8 @@ def count_draws(logits: torch.Tensor, params: SamplingParams, num: int) -> torch
 
 
 def allowed_tokens(logits: list[float], params: SamplingParams) -> set[int]:
-    """The allowed tokens as the docstring of sampler.py defines them, computed with
-    Python's floats."""
+    """Returns the allowed tokens as the docstring of sampler.py defines them, computed
+    with Python's floats."""
     largest = max(logits)
     weights = {
         i: math.exp((x - largest) / params.temperature) for i, x in enumerate(logits)
@@ -237,7 +237,7 @@ def test_batch_without_rows_draws_nothing():
 # -- logprobs of prompt tokens ---------------------------------------------------------
 
 
-class _Model:
+class _IdentityModel:
     """A model with logits that equal its hidden states."""
 
     def __init__(self) -> None:
@@ -256,25 +256,33 @@ def test_each_request_gets_the_logprobs_of_its_targets_from_bounded_chunks(num_t
         ScoredRows(200, [7], 1),
         ScoredRows(210, list(range(180)), 0),
     ]
-    model = _Model()
+    model = _IdentityModel()
     results = score(model, hidden, requests).result()  # type: ignore[arg-type]
     assert model.max_rows <= 128, "never all rows of a long prompt at once"
     expected = hidden.log_softmax(-1)
     for request, scores in zip(requests, results, strict=True):
         rows = expected[request.first_row : request.first_row + len(request.targets)]
         chosen = rows.gather(1, torch.tensor(request.targets)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor([s.logprob for s in scores]), chosen)
-        assert [s.rank for s in scores] == (rows >= chosen[:, None]).sum(-1).tolist()
-        top = rows.topk(request.num_top)
-        assert [s.top_ids for s in scores] == top.indices.tolist()
         torch.testing.assert_close(
-            torch.tensor([s.top_logprobs for s in scores]).reshape(top.values.shape),
+            torch.tensor([entry.logprob for entry in scores]), chosen
+        )
+        assert [entry.rank for entry in scores] == (rows >= chosen[:, None]).sum(
+            -1
+        ).tolist()
+        top = rows.topk(request.num_top)
+        assert [entry.top_ids for entry in scores] == top.indices.tolist()
+        torch.testing.assert_close(
+            torch.tensor([entry.top_logprobs for entry in scores]).reshape(
+                top.values.shape
+            ),
             top.values,
         )
 
 
 def test_target_with_a_nan_logit_has_the_logprob_minus_infinity():
     hidden = torch.tensor([[float("nan"), 0.0], [0.0, 0.0]])
-    ((first, second),) = score(_Model(), hidden, [ScoredRows(0, [1, 1], 0)]).result()  # type: ignore[arg-type]
+    ((first, second),) = score(
+        _IdentityModel(), hidden, [ScoredRows(0, [1, 1], 0)]
+    ).result()  # type: ignore[arg-type]
     assert first.logprob == float("-inf")
     assert second.logprob == pytest.approx(-0.6931, abs=1e-3)

@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 from engine.text.grammar_compile import try_grammar
 from engine.text.schema.keywords import FORMATS
 from protocol.messages import Grammar
-from tests.engine.test_exact_schemas import BYTES, matches, of
+from tests.engine.test_exact_schemas import BYTE_TOKENIZER, grammar_of, matches
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
@@ -44,9 +44,9 @@ LIBRARY = re.compile(
     ],
 )  # fmt: skip
 def test_one_of_is_the_same_in_any_spelling(schema):
-    assert try_grammar(BYTES, of(schema)).mistake is None
-    assert matches(of(schema), '{"kind":"dog"}') and not matches(
-        of(schema), '{"kind":"cow"}'
+    assert try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake is None
+    assert matches(grammar_of(schema), '{"kind":"dog"}') and not matches(
+        grammar_of(schema), '{"kind":"cow"}'
     )
 
 
@@ -77,7 +77,9 @@ def test_one_of_is_the_same_in_any_spelling(schema):
     ],
 )  # fmt: skip
 def test_one_of_is_enforced_where_options_exclude_each_other(options, is_enforced):
-    mistake = try_grammar(BYTES, of({"properties": {"a": {"oneOf": options}}})).mistake
+    mistake = try_grammar(
+        BYTE_TOKENIZER, grammar_of({"properties": {"a": {"oneOf": options}}})
+    ).mistake
     if is_enforced:
         assert mistake is None
     else:
@@ -92,28 +94,32 @@ def test_sibling_keywords_of_one_of_may_leave_one_option():
         "type": "string",
         "oneOf": [{"type": ["string", "null"]}, {"type": ["null"]}],
     }
-    assert try_grammar(BYTES, of(schema)).mistake is None
-    assert matches(of(schema), '"a"') and not matches(of(schema), "null")
+    assert try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake is None
+    assert matches(grammar_of(schema), '"a"') and not matches(
+        grammar_of(schema), "null"
+    )
 
 
 @pytest.mark.parametrize(
     "name", ["uri-reference", "password", "byte", "int64", "unknown", "x"]
 )
 def test_unknown_formats_are_annotations(name):
-    grammar = of(
+    grammar = grammar_of(
         {"type": "object", "properties": {"a": {"format": name}}, "required": ["a"]}
     )
-    assert try_grammar(BYTES, grammar).mistake is None
+    assert try_grammar(BYTE_TOKENIZER, grammar).mistake is None
     assert matches(grammar, '{"a": "any text"}') and matches(grammar, '{"a": 1}')
 
 
 def test_supported_formats_are_enforced():
     for name in FORMATS:
-        assert not matches(of({"type": "string", "format": name}), '"any text"'), name
+        assert not matches(
+            grammar_of({"type": "string", "format": name}), '"any text"'
+        ), name
 
 
 @pytest.mark.parametrize(
-    ("schema", "right", "wrong"),
+    ("schema", "valid", "invalid"),
     [
         ({"type": "string", "minLength": 1.0}, '"a"', '""'),
         ({"type": "array", "uniqueItems": False}, "[1, 1]", "1"),
@@ -131,9 +137,11 @@ def test_supported_formats_are_enforced():
         ('{"type": "integer", "default": 1e400, "examples": [1e-400]}', "1", '"a"'),
     ],
 )  # fmt: skip
-def test_keywords_without_effect_are_not_refused(schema, right, wrong):
-    assert try_grammar(BYTES, of(schema)).mistake is None
-    assert matches(of(schema), right) and not matches(of(schema), wrong)
+def test_keywords_without_effect_are_not_refused(schema, valid, invalid):
+    assert try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake is None
+    assert matches(grammar_of(schema), valid) and not matches(
+        grammar_of(schema), invalid
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +182,7 @@ def test_keywords_without_effect_are_not_refused(schema, right, wrong):
     ],
 )  # fmt: skip
 def test_mistake_is_named_by_its_path(schema, path, text):
-    mistake = try_grammar(BYTES, of(schema)).mistake
+    mistake = try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake
     assert mistake is not None and mistake.startswith(f"`{path}`") and text in mistake
     assert not LIBRARY.search(mistake)
 
@@ -210,7 +218,7 @@ def test_library_messages_never_reach_a_client(seed):
                 "properties": {"it": schema},
                 "required": ["it"],
             }
-        mistake = try_grammar(BYTES, of(schema)).mistake
+        mistake = try_grammar(BYTE_TOKENIZER, grammar_of(schema)).mistake
         if mistake is not None:
             num_mistakes += 1
             assert not LIBRARY.search(mistake.replace("null", "")), (schema, mistake)

@@ -73,17 +73,17 @@ def test_range_matches_exactly_the_numbers_within_it(seed):
             text = format(number, "f")
             spelled = {text, text + ("0" if "." in text else ".0")}
             spelled.add(text.rstrip("0").rstrip(".") if "." in text else text)
-            for one in spelled - {"-0"}:
-                if number == 0 and one.startswith("-"):
+            for spelling in spelled - {"-0"}:
+                if number == 0 and spelling.startswith("-"):
                     # -0 may match or not, because it is a second spelling of 0.
                     continue
                 assert (
-                    decimals is not None and bool(re.fullmatch(decimals, one))
+                    decimals is not None and bool(re.fullmatch(decimals, spelling))
                 ) == expected
             if number == int(number):
-                one = str(int(number))
+                digits = str(int(number))
                 assert (
-                    integers is not None and bool(re.fullmatch(integers, one))
+                    integers is not None and bool(re.fullmatch(integers, digits))
                 ) == expected
 
 
@@ -107,14 +107,14 @@ def _as_the_library_reads(value: Any) -> Decimal:
 
 def test_multiples_are_exact_or_none():
     """0.07 * 100 is 7.000000000000001 in float64, which the library would use."""
-    retained = 0
+    num_exact = 0
     for coefficient in range(1, 400):
         for places in range(5):
             multiple = Decimal(f"{coefficient}E-{places}")
             if (value := llguidance_multiple(multiple)) is not None:
                 assert _as_the_library_reads(value) == multiple
-                retained += 1
-    assert retained > 1800
+                num_exact += 1
+    assert num_exact > 1800
     for usual in (
         "0.01",
         "0.05",
@@ -139,11 +139,11 @@ def test_powers_of_ten_as_multiples():
         None,
     ]
     assert [
-        bool(re.fullmatch(multiple_pattern(2), one))
-        for one in ("100", "0", "110", "-1200.0")
+        bool(re.fullmatch(multiple_pattern(2), text))
+        for text in ("100", "0", "110", "-1200.0")
     ]
-    for exponent, one, expected in [
+    for exponent, text, expected in [
         (2, "100", True), (2, "0", True), (2, "110", False), (2, "-1200.00", True),
         (0, "3.0", True), (0, "3.5", False), (-2, "1.23", True), (-2, "1.234", False),
     ]:  # fmt: skip
-        assert bool(re.fullmatch(multiple_pattern(exponent), one)) == expected
+        assert bool(re.fullmatch(multiple_pattern(exponent), text)) == expected

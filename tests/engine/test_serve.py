@@ -89,7 +89,7 @@ def test_server_reports_its_progress_and_stops_without_waiting_for_its_model() -
 class _EndingEngine(ScriptedEngine):
     """An engine that ends as soon as it is closed, before the HTTP side has ended."""
 
-    server: _Server  # set by _serving
+    server: _Server  # set by _make_server
 
     async def close(self) -> None:
         await super().close()
@@ -99,10 +99,10 @@ class _EndingEngine(ScriptedEngine):
 
 
 @asynccontextmanager
-async def _made(
+async def _make_server(
     engine: _EndingEngine, **options: Any
 ) -> AsyncIterator[tuple[_Server, Any]]:
-    """A server without processes on the running loop, and a socket to serve on."""
+    """Yields a server without rank processes, and the socket on which it will serve."""
     options = {"port": 0, "cluster_secret": _SECRET, **options}
     settings = PrefillSettings(_cli_parse_args=[], **options)
     server = engine.server = _Server(settings, "-", lambda secret: ServerHooks())
@@ -126,14 +126,15 @@ async def _serve(
 
 async def test_engine_that_ends_during_the_shutdown_is_no_failure(tokenizer):
     engine = _EndingEngine()
-    async with _made(engine) as (server, listener):
+    async with _make_server(engine) as (server, listener):
         server.stop_requested.set_result(None)
         assert await _serve(server, listener, tokenizer, engine) == 0
         assert server.failure.done()
 
 
 async def test_server_unregisters_before_it_refuses_requests(tokenizer):
-    """The fake proxy records each registration and the server's status then."""
+    """The fake proxy records each registration, and the status of the server's /health
+    at that moment."""
     registrations: list[tuple[bool, int]] = []
 
     async def record_registration(call: Call) -> None:
@@ -146,7 +147,7 @@ async def test_server_unregisters_before_it_refuses_requests(tokenizer):
     engine = _EndingEngine()
     proxy = Fake(record_registration)
     proxy.start()
-    async with _made(engine, register=(proxy.url,)) as (server, listener):
+    async with _make_server(engine, register=(proxy.url,)) as (server, listener):
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         await until(lambda: bool(registrations))
         server.stop_requested.set_result(None)
@@ -157,7 +158,7 @@ async def test_server_unregisters_before_it_refuses_requests(tokenizer):
 
 async def test_server_keeps_its_engine_during_shutdown_while_kv_is_leased(tokenizer):
     engine = _EndingEngine()
-    async with _made(engine) as (server, listener):
+    async with _make_server(engine) as (server, listener):
         server.stop_requested.set_result(None)
         engine.stats["baton_leases_held"] = 1.0
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
@@ -171,7 +172,7 @@ async def test_client_that_still_sends_its_request_gets_503_at_the_shutdown(
     tokenizer, caplog
 ):
     engine = _EndingEngine()
-    async with _made(engine, shutdown_grace_s=1.0) as (server, listener):
+    async with _make_server(engine, shutdown_grace_s=1.0) as (server, listener):
         serving = asyncio.create_task(_serve(server, listener, tokenizer, engine))
         listener.listen()
         reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -193,15 +194,15 @@ async def test_failed_engine_with_a_process_that_does_not_exit_is_given_up(
 ):
     monkeypatch.setattr("engine.serve._ENDING_TIMEOUT_S", 0.05)
     engine = _EndingEngine()
-    async with _made(engine) as (server, listener):
+    async with _make_server(engine) as (server, listener):
         engine.emit(EngineFailed("rank 0 lost its device"))
         with pytest.raises(StartFailure, match="lost its device"):
             await _serve(server, listener, tokenizer, engine)
 
 
 class _SilentEngine(_EndingEngine):
-    """An engine that is silent at the checks with an "s". It fails after the last
-    check."""
+    """An engine that is silent at each check that is an "s" in `checks`. It fails after
+    the last check."""
 
     def __init__(self, checks: str) -> None:
         super().__init__()
@@ -224,7 +225,8 @@ class _SilentEngine(_EndingEngine):
 async def test_only_uninterrupted_silence_is_a_hang(checks, reason, monkeypatch):
     monkeypatch.setattr("engine.serve._ENDING_TIMEOUT_S", 0.0)
     engine = _SilentEngine(checks)
-    async with _made(engine, hang_timeout_s=0.01) as (server, _):  # four checks
+    # A hang is four silent checks in a row.
+    async with _make_server(engine, hang_timeout_s=0.01) as (server, _):
         await server._watch_for_hang(engine)  # type: ignore[arg-type]
         assert reason in await server.failure
 
@@ -256,8 +258,10 @@ async def test_model_that_no_backend_serves_is_refused_before_ranks_start(
 
     monkeypatch.setattr("engine.prepare._has_gpu", lambda: has_gpu)
     options = {"model": str(ensure_model("gqa")), "device": device}
-    made = _made(_EndingEngine(), attention_backend="flashinfer", **options)
-    async with made as (server, listener):
+    server_and_listener = _make_server(
+        _EndingEngine(), attention_backend="flashinfer", **options
+    )
+    async with server_and_listener as (server, listener):
         monkeypatch.setattr(server.processes, "start", start)
         with pytest.raises(refusal):
             await server._start_and_serve(listener, asyncio.Future())
@@ -285,7 +289,7 @@ async def test_wrong_options_are_reported_before_the_weights_are_loaded(
             never_ready.append(engine)
             return link
 
-        async with _made(_EndingEngine(), **options) as (server, listener):
+        async with _make_server(_EndingEngine(), **options) as (server, listener):
             monkeypatch.setattr(server.processes, "start", start)
             with pytest.raises((CannotListen, ValueError), match=message):
                 await server._start_and_serve(listener, asyncio.Future())
@@ -296,10 +300,9 @@ async def test_wrong_options_are_reported_before_the_weights_are_loaded(
 async def test_ready_engine_serves_no_request_before_the_tokenizer_is_loaded(
     monkeypatch,
 ):
-    async with _made(
+    async with _make_server(
         _EndingEngine(), model=str(ensure_model("gqa")), device="cpu"
-    ) as made:
-        server, listener = made
+    ) as (server, listener):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
         def read(prepared: object) -> None:
@@ -337,7 +340,7 @@ def test_error_of_an_unreadable_file_names_the_file(tmp_path):
         ("float32", "cuda", "bfloat16"),  # also the model dtype of GGUF files
         ("float16", "cuda", "float16"),
         ("bfloat16", "cuda", "bfloat16"),
-        ("auto", "cuda", "bfloat16"),  # as in some config.json
+        ("auto", "cuda", "bfloat16"),  # some config.json have this dtype
         ("bfloat16", "cpu", "float32"),
     ],
 )

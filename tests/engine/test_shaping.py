@@ -1,7 +1,8 @@
 """Bias, penalties, bans and masks follow their definitions, and change no other row.
 
-The tests call the book and the shaper as the engine does: draws are counted on the
-device. A preemption, or a first token from another engine, initializes the row again.
+The tests call ShapeBook and LogitShaper as the engine does, and draws are counted on
+the device. After a preemption, or a first token from another engine, the row of counts
+is initialized again.
 """
 
 import math
@@ -21,7 +22,7 @@ from protocol.messages import SamplingParams
 from tests.rigs.examples import examples
 from tests.rigs.shadow import add
 
-VOCAB = 70  # no multiple of 32
+VOCAB = 70  # not a multiple of 32, the number of bits in a word of a mask
 
 
 def _sequence(
@@ -36,7 +37,7 @@ def _sequence(
 
 
 def _expected(sequence: Sequence, logits: list[float]) -> list[float]:
-    """The definitions, token by token."""
+    """Returns the logits that the definitions give, computed token by token."""
     sampling = sequence.request.sampling
     shaped = []
     outputs = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -56,7 +57,7 @@ def _expected(sequence: Sequence, logits: list[float]) -> list[float]:
     return shaped
 
 
-class Bench:
+class DrawingEngine:
     """Draws tokens for sequences as an engine does, greedily."""
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Bench:
         return self.shaper.prepare(self.book.plan(sequences, positions))
 
     def check_step(self, sequences: list[Sequence]) -> None:
-        """One draw each, checked against the definitions."""
+        """Draws a token for each sequence, and checks it against the definitions."""
         logits = 4 * torch.randn(len(sequences), VOCAB, generator=self.random)
         shaping = self.shaping(sequences)
         shaped = logits if shaping is None else shaping.apply(logits)
@@ -112,27 +113,27 @@ _prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
     ),
 )
 def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
-    bench = Bench()
+    engine = DrawingEngine()
     sequences = [_sequence(prompt, [3, 4], **params) for prompt, params in specs]
-    for members, event in rounds:
-        chosen = [sequences[at] for at in sorted(members) if at < len(sequences)]
-        if event < len(sequences):
-            # The sequence is preempted. Its new row must include the drawn tokens.
-            sequences[event].phase = Phase.WAITING
-            bench.shaping([s for s in sequences if s.phase is Phase.RUNNING])
-            sequences[event].phase = Phase.RUNNING
-        if chosen:
-            bench.check_step(chosen)
+    for indices, preempted in rounds:
+        drawing = [sequences[i] for i in sorted(indices) if i < len(sequences)]
+        if preempted < len(sequences):
+            # The new row of a preempted sequence must include the drawn tokens.
+            sequences[preempted].phase = Phase.WAITING
+            engine.shaping([s for s in sequences if s.phase is Phase.RUNNING])
+            sequences[preempted].phase = Phase.RUNNING
+        if drawing:
+            engine.check_step(drawing)
 
 
 def test_rows_without_options_stay_unchanged_and_cost_nothing():
-    bench = Bench()
+    engine = DrawingEngine()
     plain = _sequence([1, 2])
     ends = _sequence([3], stop=[5], min_tokens=2)
-    assert bench.shaping([plain]) is None
+    assert engine.shaping([plain]) is None
     for _ in range(2):
-        bench.check_step([plain, ends])
-    assert bench.shaping([plain, ends]) is None, "min_tokens has been reached"
+        engine.check_step([plain, ends])
+    assert engine.shaping([plain, ends]) is None, "min_tokens has been reached"
 
 
 def test_prompt_is_sent_once_with_the_tokens_that_another_engine_drew():
@@ -149,7 +150,7 @@ def test_prompt_is_sent_once_with_the_tokens_that_another_engine_drew():
 
 def test_state_rows_of_sequences_that_no_longer_run_are_reused():
     book = ShapeBook()
-    sequences = [_sequence([at], presence_penalty=1.0) for at in range(3)]
+    sequences = [_sequence([i], presence_penalty=1.0) for i in range(3)]
     plan = book.plan(sequences, [1, 1, 1])
     assert plan is not None and plan.rows == [0, 1, 2]
     sequences[1].phase = Phase.FINISHED
@@ -170,7 +171,7 @@ def _mask(*rows: list[int]) -> Any:
 def test_only_allowed_tokens_are_drawn(temperature, limits):
     allowed = [[0, 31, 32, 69], [5], list(range(VOCAB))]
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    logits[1] = -math.inf  # where the model is sure of something else
+    logits[1] = -math.inf  # the model is sure of token 6, which the mask bans
     logits[1, 6] = 0.0
     shaper = LogitShaper(VOCAB, 0)
     for seed in range(50):

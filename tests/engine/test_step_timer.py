@@ -1,4 +1,4 @@
-"""The measurement of an engine's steps through the executor that serves."""
+"""An engine measures its step durations with the executor that then serves requests."""
 
 import logging
 from typing import Any
@@ -49,12 +49,12 @@ def test_target_that_no_step_meets_is_accepted_with_a_warning(caplog):
     assert f"takes {shortest_s:.4g} s" in record.getMessage()
 
 
-def test_target_that_steps_meet_is_not_warned_of(caplog):
+def test_target_that_steps_meet_causes_no_warning(caplog):
     warn_of_impossible_target(0.5, UNMEASURED)
     assert not caplog.records
 
 
-def test_only_a_target_of_an_option_is_warned_of(caplog):
+def test_only_a_target_that_the_user_has_set_causes_a_warning(caplog):
     with ranks(1) as executor:
         executor.allocate(20, 8)
         runner = executor.runners[0]

@@ -44,10 +44,10 @@ _RESTRICTED = SamplingParams(
     [
         pytest.param(add("a", PROMPT[:5], 12), 12, id="decode steps"),
         pytest.param(
-            add("a", PROMPT[:5], 9, _RESTRICTED, stop_token_ids=[3]), 9, id="any draw"
+            add("a", PROMPT[:5], 9, _RESTRICTED, stop_token_ids=[3]), 9, id="sampling"
         ),
         pytest.param(
-            add("a", range(20, 40), 0, num_prompt_logprobs=1), 4, id="scores alone"
+            add("a", range(20, 40), 0, num_prompt_logprobs=1), 4, id="prompt logprobs"
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_steps_are_launched_before_the_tokens_of_the_previous_step_are_on_the_ho
     if new_request.num_prompt_logprobs:
         assert out.prompt_logprobs("a") == expected_scores(new_request.token_ids, 1)
     assert executor.num_steps == num_steps, (
-        "the last step is predictable, so no step is superfluous"
+        "the core knows which step is the last, and launches no further step"
     )
     assert executor.num_steps_ahead == num_steps - 1
     assert_all_blocks_free(core)
@@ -96,7 +96,8 @@ class _PullingConnector(KVConnector):
     """Every pull ends at the next poll.
 
     Attributes:
-        tokens_at_end: for each pull, the tokens that the client had when it ended.
+        tokens_at_end: for each pull, the tokens that the client had when the pull
+            ended.
     """
 
     def __init__(self, executor: ShadowExecutor, out: MemoryTransport) -> None:
@@ -205,7 +206,7 @@ def test_no_step_is_planned_while_a_long_step_is_in_flight(monkeypatch):
     prompts = (list(range(30)), PROMPT)
     core.round([add("a", prompts[0], 4)])
     core.round([])
-    assert executor.num_steps_ahead == 1, "no step has been measured yet"
+    assert executor.num_steps_ahead == 1, "steps count as long only once measured"
     core.round([add("b", prompts[1], 4)])
     while not executor.num_steps_ahead > 1:
         assert len(executor.in_flight) == 1

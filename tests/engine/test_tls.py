@@ -1,6 +1,6 @@
-"""HTTPS: a proxy before a server, both over TLS and with keys.
+"""HTTPS: a proxy in front of a server, both with TLS and API keys.
 
-The tests also check refusals, and that no answer shows secrets."""
+The tests also check refusals, and that no answer contains secrets."""
 
 import asyncio
 import json
@@ -26,8 +26,9 @@ CLIENT, ROOT, SERVER = (
 )
 
 
-def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
-    """A self-signed certificate for the loopback address, and its key."""
+def make_certificate(folder: Path, name: str, *more: str) -> tuple[str, str]:
+    """Makes a self-signed certificate for the loopback address. Returns the paths of
+    the certificate and its key. `more` are options of openssl."""
     cert = str(folder / f"{name}.pem")
     key = str(folder / f"{name}.key")
     names = "subjectAltName=IP:127.0.0.1,IP:::1,DNS:localhost"
@@ -39,35 +40,39 @@ def made(folder: Path, name: str, *more: str) -> tuple[str, str]:
     return cert, key
 
 
-def tls(pair: tuple[str, str]) -> dict[str, Any]:
+def tls_options(pair: tuple[str, str]) -> dict[str, Any]:
     return {"tls_cert": pair[0], "tls_key": pair[1]}
 
 
-def proxying(url: object, **options: Any) -> Rig:
-    """A proxy before one decode server."""
+def make_proxy(url: object, **options: Any) -> Rig:
+    """Returns a proxy in front of one decode server."""
     return Rig([], [Running(url)], ready=False, **options)
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     folder = tmp_path_factory.mktemp("tls")
-    return [made(folder, name) for name in ("server", "proxy")]
+    return [make_certificate(folder, name) for name in ("server", "proxy")]
 
 
 async def test_keys_and_tls_work_from_client_to_server(tokenizer, pairs):
-    of_server, of_proxy = pairs
+    server_pair, proxy_pair = pairs
     keys = {"admin_key": (SecretStr(SERVER),)}
-    async with serving(tokenizer, role="decode", **tls(of_server), **keys) as server:
+    async with serving(
+        tokenizer, role="decode", **tls_options(server_pair), **keys
+    ) as server:
         url = str(server.http.base_url).rstrip("/")
         assert url.startswith("https:")
         options = {"api_key": (SecretStr(CLIENT),), "admin_key": (SecretStr(ROOT),)}
-        sent = {"upstream_api_key": SecretStr(SERVER), "tls_ca": of_server[0]}
-        async with proxying(url, **tls(of_proxy), **options, **sent) as proxy:
-            verified = ssl.create_default_context(cafile=of_proxy[0])
+        sent = {"upstream_api_key": SecretStr(SERVER), "tls_ca": server_pair[0]}
+        async with make_proxy(
+            url, **tls_options(proxy_pair), **options, **sent
+        ) as proxy:
+            verified = ssl.create_default_context(cafile=proxy_pair[0])
             bearer = {"authorization": f"Bearer {CLIENT}"}
-            front = proxy.url.replace("http:", "https:")
+            proxy_url = proxy.url.replace("http:", "https:")
             async with httpx.AsyncClient(
-                base_url=front, verify=verified, trust_env=False, headers=bearer
+                base_url=proxy_url, verify=verified, trust_env=False, headers=bearer
             ) as client:
                 await until(lambda: proxy.is_ready(0))
                 body = {"model": "m", "prompt": "ab", "max_tokens": 3}
@@ -77,17 +82,18 @@ async def test_keys_and_tls_work_from_client_to_server(tokenizer, pairs):
                     "POST", "/v1/completions", json={**body, "stream": True}
                 ) as stream:
                     assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
-                shown = [answer, stream, *[await client.get(path) for path in PATHS]]
-                for bad in BAD:
-                    shown.append(
+                pages = [await client.get(path) for path in PATHS]
+                responses = [answer, stream, *pages]
+                for bad in INVALID_BODIES:
+                    responses.append(
                         await client.post("/v1/completions", content=json.dumps(bad))
                     )
-                host = {"host": "attacker.example"}
-                shown.append(await client.get("/ready", headers=host))
+                wrong_host = {"host": "attacker.example"}
+                responses.append(await client.get("/ready", headers=wrong_host))
                 await server.engine.close()
                 server.engine.fail("its machine went away")
-                shown.append(await client.post("/v1/completions", json=body))
-                assert shown[-1].status_code >= 500
+                responses.append(await client.post("/v1/completions", json=body))
+                assert responses[-1].status_code >= 500
                 _, _, address = url.partition("//")
                 secrets = (
                     address,
@@ -97,9 +103,10 @@ async def test_keys_and_tls_work_from_client_to_server(tokenizer, pairs):
                     SERVER,
                     "engine.sock",
                 )
-                for one in shown:
-                    text = f"{one.headers} {one.text}"
-                    assert not [secret for secret in secrets if secret in text], one.url
+                for shown in responses:
+                    text = f"{shown.headers} {shown.text}"
+                    leaked = [secret for secret in secrets if secret in text]
+                    assert not leaked, shown.url
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient(trust_env=False) as stranger:
                 await stranger.get(f"{url}/health")
@@ -116,7 +123,7 @@ PATHS = (
         "/",
     ),
 )
-BAD: tuple[Any, ...] = (
+INVALID_BODIES: tuple[Any, ...] = (
     {"prompt": "ab", "model": "other"},
     {"prompt": 3},
     {"prompt": "a" * 200},
@@ -130,7 +137,7 @@ BAD: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize(
-    ("options", "reported"),
+    ("options", "reason"),
     [
         ({}, "it has API keys: set --upstream-api-key"),
         (
@@ -140,15 +147,13 @@ BAD: tuple[Any, ...] = (
         ({"tls_ca": None}, "certificate verify failed"),
     ],
 )
-async def test_proxy_that_is_not_trusted_reports_why(
-    options, reported, tokenizer, pairs
-):
+async def test_proxy_that_is_not_trusted_reports_why(options, reason, tokenizer, pairs):
     keys = {"admin_key": (SecretStr(SERVER),)}
-    async with serving(tokenizer, **tls(pairs[0]), **keys) as server:
+    async with serving(tokenizer, **tls_options(pairs[0]), **keys) as server:
         url = server.http.base_url
         options = {"tls_ca": pairs[0][0], "api_key": (SecretStr(CLIENT),), **options}
-        async with proxying(url, **options) as proxy:
-            await until(lambda: reported in proxy.app.fleet.servers[0].health.reason)
+        async with make_proxy(url, **options) as proxy:
+            await until(lambda: reason in proxy.app.fleet.servers[0].health.reason)
             assert not proxy.is_ready(0)
 
 
@@ -156,7 +161,7 @@ async def test_proxy_without_keys_passes_the_clients_key_on(tokenizer):
     async with serving(
         tokenizer, role="decode", api_key=(SecretStr(CLIENT),)
     ) as server:
-        async with proxying(server.http.base_url) as proxy:
+        async with make_proxy(server.http.base_url) as proxy:
             await until(lambda: proxy.is_ready(0))
             for key, status in ((CLIENT, 200), ("another-key", 401)):
                 bearer = {"authorization": f"Bearer {key}"}
@@ -167,9 +172,9 @@ async def test_proxy_without_keys_passes_the_clients_key_on(tokenizer):
 async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
     tmp_path, caplog
 ):
-    cert, key = made(tmp_path, "old")
+    cert, key = make_certificate(tmp_path, "old")
     ca = str(shutil.copy(cert, tmp_path / "ca"))
-    certificate = Certificate(AccessOptions(**tls((cert, key)), tls_ca=ca))
+    certificate = Certificate(AccessOptions(**tls_options((cert, key)), tls_ca=ca))
     verified = client_context(ca)
     context = certificate.for_uvicorn()["ssl_context_factory"](None, None)
     server = await asyncio.start_server(
@@ -189,12 +194,12 @@ async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
     renewing = asyncio.create_task(certificate.keep_reloading(0.01))
     old = pem(cert)
     assert await served() == old
-    new_cert, new_key = made(tmp_path, "new")
+    new_cert, new_key = make_certificate(tmp_path, "new")
     shutil.copy(new_cert, ca)
     Path(new_cert).replace(cert)
     await until(lambda: caplog.text.count("still uses the previous") > 1)
     assert await served() == old
-    Path(ca).write_text("")  # which keeps nothing else from being renewed
+    Path(ca).write_text("")  # an invalid CA file must not prevent the renewal
     Path(new_key).replace(key)
     while await served() == old:
         await asyncio.sleep(0)
@@ -204,12 +209,12 @@ async def test_renewed_certificate_is_served_but_not_an_incomplete_one(
 
 
 def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
-    cert, key = made(tmp_path, "one")
-    other, _ = made(tmp_path, "two")
-    locked = made(tmp_path, "locked", "-passout", "pass:secret")
+    cert, key = make_certificate(tmp_path, "one")
+    other, _ = make_certificate(tmp_path, "two")
+    locked = make_certificate(tmp_path, "locked", "-passout", "pass:secret")
     (tmp_path / "text").write_text("no certificate")
     text = str(tmp_path / "text")
-    for pair, reported in (
+    for pair, message in (
         ((cert, text), "give readable PEM files"),
         (
             (other, key),
@@ -219,11 +224,11 @@ def test_unusable_tls_files_are_refused_with_the_fix(tmp_path):
         ((cert, "/no/file"), "No such file"),
         (locked, "is encrypted; give an unencrypted key"),
     ):
-        with pytest.raises(ValueError, match=reported):
-            Certificate(AccessOptions(**tls(pair)))
-    for file, reported in (
+        with pytest.raises(ValueError, match=message):
+            Certificate(AccessOptions(**tls_options(pair)))
+    for file, message in (
         (text, "--tls-ca .*text: .*give a PEM"),
         ("/no/file", "No such file"),
     ):
-        with pytest.raises(ValueError, match=reported):
+        with pytest.raises(ValueError, match=message):
             client_context(file)

@@ -76,7 +76,7 @@ def write_byte_level(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin|>",
         "eos_token": {"__type": "AddedToken", "content": "<|end|>"},
-        "pad_token": "<|pad|>",  # only this file has the token
+        "pad_token": "<|pad|>",  # only tokenizer_config.json has this token
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
@@ -99,10 +99,10 @@ def write_sentencepiece_style(folder: Path) -> None:
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
     saved = json.loads(tokenizer.to_str())
-    # The trainer made the byte tokens special; in such models they are plain
-    # vocabulary.
+    # The trainer made the byte tokens special. In released models, byte tokens are
+    # ordinary tokens.
     saved["added_tokens"] = [
-        t for t in saved["added_tokens"] if t["content"] in special
+        token for token in saved["added_tokens"] if token["content"] in special
     ]
     (folder / "tokenizer.json").write_text(json.dumps(saved))
     config = {
@@ -123,11 +123,11 @@ MAKERS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
+    folders = {}
     for name, write in MAKERS.items():
-        made[name] = tmp_path_factory.mktemp(name)
-        write(made[name])
-    return made
+        folders[name] = tmp_path_factory.mktemp(name)
+        write(folders[name])
+    return folders
 
 
 def assert_equal_to_transformers(folder: Path) -> None:
@@ -207,7 +207,8 @@ def test_byte_table_agrees_with_decode(folders):
     [
         ("byte-level", "<|end|>", "<|end|>"),
         ("byte-level", "ß→", "ß→"),
-        ("sentencepiece-like", "the cat</s>", " the cat</s>"),  # with its leading space
+        # This tokenizer adds a space before each text.
+        ("sentencepiece-like", "the cat</s>", " the cat</s>"),
     ],
 )
 def test_token_is_shown_by_its_text(folders, kind, text, shown):
@@ -256,10 +257,11 @@ def test_eos_comes_from_the_file_with_the_highest_precedence(
     [
         ({"vocab_size": 300}, [5, 300], (5,), (300,)),
         ({"vocab_size": 300}, 100_000, (), (100_000,)),
-        # The id is in the model's padding.
+        # The id 99,999 is in the padding of the model's vocabulary.
         ({"vocab_size": 100_000}, [5, 5, 99_999], (5, 99_999), ()),
         ({"text_config": {"vocab_size": 300}}, [-1, 5], (5,), (-1,)),
-        ({}, [5, 1 << 40], (5,), (1 << 40,)),  # the tokenizer's, if no file has an id
+        # Without `vocab_size`, the size of the tokenizer's vocabulary counts.
+        ({}, [5, 1 << 40], (5,), (1 << 40,)),
     ],
 )
 def test_end_tokens_beyond_the_models_vocabulary_are_left_out(
@@ -311,7 +313,7 @@ _CONFIG = "tokenizer_config.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "error", "reported"),
+    ("name", "content", "error", "message"),
     [
         ("tokenizer.json", None, TokenizerNotFound,
          r"found: tekken\.json, tokenizer\.model\); .*same vocabulary.*"
@@ -337,7 +339,7 @@ _CONFIG = "tokenizer_config.json"
           for tokens in ({"x": {"content": "a"}}, {"1": {}}, {"1": None}, [1])],
     ],
 )  # fmt: skip
-def test_missing_or_broken_files_are_named(tmp_path, name, content, error, reported):
+def test_missing_or_broken_files_are_named(tmp_path, name, content, error, message):
     write_byte_level(tmp_path)
     for vocabulary in ("tekken.json", "tokenizer.model"):
         (tmp_path / vocabulary).write_bytes(b"x")
@@ -350,7 +352,7 @@ def test_missing_or_broken_files_are_named(tmp_path, name, content, error, repor
     # This file is read if the tokenizer's other files have no template.
     if name == "chat_template.json":
         (tmp_path / _CONFIG).unlink()
-    with pytest.raises(error, match=reported):
+    with pytest.raises(error, match=message):
         Tokenizer(tmp_path)
 
 
@@ -372,7 +374,7 @@ def render(source: str, *messages: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "reported"),
+    ("template", "message"),
     [
         # This template drops the message's text.
         ("{{ messages[0].role }}", "continue_final_message"),
@@ -380,12 +382,12 @@ def render(source: str, *messages: dict[str, Any]) -> str:
         ("{{ raise_exception('Roles must alternate') }}", "must alternate"),
     ],
 )
-def test_template_refusal_has_a_message_for_the_client(tmp_path, template, reported):
+def test_template_refusal_has_a_message_for_the_client(tmp_path, template, message):
     write_byte_level(tmp_path)
     (tmp_path / _CONFIG).write_text(json.dumps({"chat_template": template}))
     messages = [{"role": "user", "content": "Hi"}]
     tokenizer = Tokenizer(tmp_path)
-    with pytest.raises(InvalidRequest, match=reported):
+    with pytest.raises(InvalidRequest, match=message):
         tokenizer.render_chat(messages, continue_final_message=True)
 
 
@@ -422,7 +424,7 @@ def test_template_choice_equals_transformers(tmp_path, listed, files):
     messages = [{"role": "user", "content": "Hi"}]
     for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
         actual = ours.render_chat(messages, tools=tools)
-        if listed is None:  # which AutoTokenizer does not read
+        if listed is None:  # AutoTokenizer does not read chat_template.json
             assert actual == "a processor's"
         else:
             assert actual == theirs.apply_chat_template(
@@ -447,15 +449,15 @@ def test_message_is_continued_as_transformers_does(tmp_path, content, strips):
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": content},
     ]
-    local_name = {"shout": True, "bos_token": "<b>"}  # replaces the model's
+    variables = {"shout": True, "bos_token": "<b>"}  # replaces the model's bos_token
     for options in (
         {"continue_final_message": True, "add_generation_prompt": False},
         {"add_generation_prompt": False},
         {"add_generation_prompt": True},
     ):
-        actual = ours.render_chat(messages, **options, variables=local_name)
+        actual = ours.render_chat(messages, **options, variables=variables)
         assert actual == theirs.apply_chat_template(
-            messages, tokenize=False, **options, **local_name
+            messages, tokenize=False, **options, **variables
         )
 
 
@@ -474,7 +476,7 @@ def test_template_cannot_leave_its_sandbox_nor_crash_the_server(source):
         render(source, {"role": "user", "content": ""})
 
 
-def test_developer_is_system_for_a_template_that_does_not_know_it():
+def test_developer_message_is_a_system_message_for_templates_without_that_role():
     message = {"role": "developer", "content": ""}
     assert render("{{ messages[0].role }}", message) == "system"
     assert render("{# developer #}{{ messages[0].role }}", message) == "developer"

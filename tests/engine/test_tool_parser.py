@@ -1,4 +1,4 @@
-"""The tool calls in an answer do not depend on the pieces in which it arrives."""
+"""The tool calls of an answer do not depend on the pieces in which it arrives."""
 
 import random
 import re
@@ -18,7 +18,7 @@ TOOLS = tuple(
 )
 
 
-def new(kind: str) -> ToolParser:
+def new_parser(kind: str) -> ToolParser:
     if kind in ("required", "named"):
         parser = create_tool_parser(Tools(TOOLS, kind, "add"))  # type: ignore[arg-type]
     else:
@@ -193,7 +193,7 @@ CASES = [
      "<tool_call>add<arg_key>s</arg_key><arg_value>x\n</tool_call>\n"
      "<tool_call>look_up<arg_key>a</arg_key>2</tool_call> so", " so",
      [("add", '{"s": "x"}'), ("look_up", '{"a": 2}')]),
-    # Tags within a value that has its end tag.
+    # Tags within a value that ends with its end tag.
     ("qwen3_coder",
      "<function=add><parameter=s>a <parameter=s> <parameter=x> <b></function> "
      "c</parameter></function>", "",
@@ -228,14 +228,14 @@ CASES = [
 def test_answer_is_read_the_same_in_any_pieces(kind, text, content, calls):
     rng = random.Random(len(text))
     cuts = [[text], list(text)]
-    cuts += [[text[:at], text[at:]] for at in range(len(text))]
+    cuts += [[text[:i], text[i:]] for i in range(len(text))]
     for _ in range(20):
-        at = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
-        cuts.append(
-            [text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)]
-        )
+        borders = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
+        starts = [0, *borders]
+        ends = [*borders, len(text)]
+        cuts.append([text[i:j] for i, j in zip(starts, ends, strict=True)])
     for pieces in cuts:
-        assert read(new(kind), pieces) == (content, calls), pieces
+        assert read(new_parser(kind), pieces) == (content, calls), pieces
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3_json", "required"])
@@ -248,7 +248,7 @@ def test_deeply_nested_brackets_are_plain_text(kind, nested):
     begin = "<tool_call>" if kind == "hermes" else ""
     is_call = "arguments" in nested
     expected = ("", [("add", deep)]) if is_call else (begin + text, [])
-    assert read(new(kind), [begin + text]) == expected
+    assert read(new_parser(kind), [begin + text]) == expected
 
 
 @pytest.mark.timeout(60)
@@ -272,7 +272,9 @@ def test_long_argument_in_single_characters_is_scanned_once(kind, begin, end, si
     """The test takes a second. If the text were scanned again for each character, it
     would take half an hour.
     """
-    content, ((name, arguments),) = read(new(kind), [begin, *("x" * 40_000), end])
+    content, ((name, arguments),) = read(
+        new_parser(kind), [begin, *("x" * 40_000), end]
+    )
     assert (content, name, len(arguments)) == ("", "add", size)
 
 
@@ -291,10 +293,10 @@ def test_long_argument_in_single_characters_is_scanned_once(kind, begin, end, si
 )
 def test_endless_blanks_are_scanned_once(kind, begin):
     """The test would take two minutes if spaces were scanned more than once."""
-    parser = new(kind)
+    parser = new_parser(kind)
     parser.feed(begin)
-    given = [parser.feed(" ") for _ in range(100_000)][1:]
-    assert not any(parsed.content or parsed.calls for parsed in given)
+    results = [parser.feed(" ") for _ in range(100_000)][1:]
+    assert not any(parsed.content or parsed.calls for parsed in results)
 
 
 @pytest.mark.timeout(60)
@@ -304,7 +306,7 @@ def test_value_with_many_tags_is_scanned_once(piece, is_whole):
     text = piece * 6_000
     pieces = [text] if is_whole else [*text]
     content, ((_, arguments),) = read(
-        new("qwen3_coder"),
+        new_parser("qwen3_coder"),
         ["<function=add><parameter=s>", *pieces, "</parameter></function>"],
     )
     assert content == "" and len(arguments) == len(text) + len('{"s": ""}')
@@ -312,14 +314,14 @@ def test_value_with_many_tags_is_scanned_once(piece, is_whole):
 
 def test_arguments_are_streamed_as_written():
     """The first piece has only the name. The arguments follow while they arrive."""
-    parser = new("hermes")
+    parser = new_parser("hermes")
     parser.feed('<tool_call>{"name": "add", "argu')
     pieces = [
         parser.feed(text).calls
         for text in ('ments": {"a"', ": 1, ", '"b": 2}', "}</tool")
     ]
-    reported = [[piece.arguments for piece in some] for some in pieces]
-    assert reported == [["", '{"a"'], [": 1, "], ['"b": 2}'], []]
+    streamed_arguments = [[piece.arguments for piece in calls] for calls in pieces]
+    assert streamed_arguments == [["", '{"a"'], [": 1, "], ['"b": 2}'], []]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_arguments_are_streamed_as_written():
             "llama3_json",
         ),
         ("auto", "{{ tools }} <|python_tag|>", "llama3_json"),
-        ("auto", "<|python_tag|> of a template that is told of no functions", "hermes"),
+        ("auto", "<|python_tag|> of a template that writes no functions", "hermes"),
         ("auto", None, "hermes"),
         ("auto", "{{ tools }} [AVAILABLE_TOOLS] ... [TOOL_CALLS]", "mistral"),
         (

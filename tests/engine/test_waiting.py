@@ -71,7 +71,7 @@ def test_requests_of_other_keys_overtake_a_limited_number_of_times():
     ("lengths", "order"),
     [
         ([8192, 100, 100], [1, 2, 0]),
-        ([8192, 2048, 2049], [1, 0, 2]),  # only 2048 is at most a quarter
+        ([8192, 2048, 2049], [1, 0, 2]),  # only 2048 is at most a quarter of 8192
         ([8192, 2000, 400], [2, 1, 0]),
         ([800, 8], [0, 1]),  # 800 tokens are not a long prompt
         ([4096, *[1024] * 6], [1, 2, 3, 4, 0, 5, 6]),  # overtaken by 4096 tokens
@@ -122,7 +122,7 @@ def test_resumed_requests_precede_all_others_in_their_order_of_arrival():
     for name in "abc":
         core.round([add(name, [3] * 9, 4, resumed_choices=[ResumedChoice([1, 2])])])
     run_until_idle(core)
-    assert list(dict.fromkeys(d.request_id for d in out.deltas)) == [
+    assert list(dict.fromkeys(delta.request_id for delta in out.deltas)) == [
         "first",
         *"abc",
         "urgent",

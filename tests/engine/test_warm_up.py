@@ -18,11 +18,11 @@ from engine.worker.kernel_watch import KernelWatch, set_kernel_cache
 from engine.worker.warm_up import WarmUpSizes, steps
 from tests.rigs.rank_threads import ranks
 
-SERVER = WarmUpSizes(
+SERVER_SIZES = WarmUpSizes(
     num_blocks=4096, block_size=64, max_len=32768, max_tokens=8192, max_seqs=256
 )
 ALL_SIZES = [
-    SERVER,
+    SERVER_SIZES,
     WarmUpSizes(num_blocks=2, block_size=1, max_len=2, max_tokens=1, max_seqs=1),
     WarmUpSizes(num_blocks=9, block_size=16, max_len=100, max_tokens=600, max_seqs=3),
     WarmUpSizes(
@@ -48,9 +48,9 @@ def test_every_warm_up_step_is_within_the_limits(sizes):
 
 
 def _kind(step: StepInput) -> tuple[bool, bool, bool, int]:
-    """The properties on which the kernels of attention and of products depend: whether
-    sequences decode, whether prompts are long and without stored context or not, and a
-    class of the number of tokens."""
+    """Returns the properties of a step on which its kernels depend. These are whether
+    it has decoding sequences, whether it has prompts that are short or continue stored
+    context, whether it has long new prompts, and a class of its number of tokens."""
     is_decode = step.query_lens == 1
     is_new = step.query_lens == step.context_lens
     is_long = is_new & (step.query_lens >= 512)
@@ -63,7 +63,7 @@ def _kind(step: StepInput) -> tuple[bool, bool, bool, int]:
 
 
 def test_random_steps_are_of_a_kind_that_the_warm_up_runs():
-    kinds = {_kind(step) for step in steps(SERVER)}
+    kinds = {_kind(step) for step in steps(SERVER_SIZES)}
     rng = np.random.default_rng(7)
     for _ in range(2000):
         prompts = 2 ** rng.uniform(1, 12, rng.integers(0, 4))
@@ -71,7 +71,7 @@ def test_random_steps_are_of_a_kind_that_the_warm_up_runs():
         if not lens:
             continue
         stored = [int(rng.integers(0, 2)) * 100 + (n == 1) for n in lens]
-        step = SERVER.step(lens, stored)
+        step = SERVER_SIZES.step(lens, stored)
         assert _kind(step) in kinds, (lens, stored)
 
 

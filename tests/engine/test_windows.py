@@ -115,8 +115,8 @@ def test_no_step_reads_blocks_before_its_windows(data: st.DataObject) -> None:
 
 
 def _abort_or_preempt(core: EngineCore, rng: random.Random, aborted: set[str]) -> None:
-    """Sometimes aborts or preempts a running request. Adds an aborted one to
-    `aborted`."""
+    """Sometimes aborts or preempts a running request. Adds the name of an aborted
+    request to `aborted`."""
     running = core.scheduler.running
     if running and rng.random() < 0.2:
         name = rng.choice(running).request_id

@@ -17,7 +17,7 @@ import pytest
 from protocol.errors import InvalidRequest
 from proxy import upstream
 from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
-from tests.engine.test_tls import made
+from tests.engine.test_tls import make_certificate
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving, until_closed
 
 CHUNKED = (
@@ -350,7 +350,7 @@ async def test_server_that_sends_more_than_is_read_is_slowed_down():
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return made(tmp_path_factory.mktemp("tls"), "server")
+    return make_certificate(tmp_path_factory.mktemp("tls"), "server")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

@@ -18,7 +18,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
 
         def make(**options: Any) -> Pair:
             pair = stack.enter_context(Pair(depth=request.param, **options))
-            # P's clock stands still, so no lease expires while READs hang.
+            # Leases of hanging READs would never expire, as P's clock does not advance.
             stack.callback(pair.d.movers.resume)
             return pair
 
@@ -31,7 +31,7 @@ def pair(make_pair: MakePair) -> Pair:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Group]]:
+def make_group() -> Iterator[Callable[..., Group]]:
     with ExitStack() as stack:
 
         def group(*options: dict[str, Any]) -> Group:

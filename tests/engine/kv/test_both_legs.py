@@ -1,4 +1,4 @@
-"""Requests with an offer: P computes the prompt while D pulls it.
+"""Requests with an offer: D pulls the prompt's KV while P computes the prompt.
 
 Both engines run in one process, with real connectors.
 """
@@ -10,7 +10,7 @@ from protocol.messages import AbortRequest, ResumedChoice, SamplingParams
 from tests.rigs.engines import OTHER_COMPAT
 from tests.rigs.shadow import VOCAB, add, expected_output
 
-PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
+PROMPT = [(7 * i * i + 3 * i) % VOCAB for i in range(45)]
 
 
 @pytest.mark.parametrize("order", ["pd", "dp", "p.d"])
@@ -27,7 +27,7 @@ PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
 )
 def test_tokens_are_those_of_a_single_server(make_pair, options, order):
     pair = make_pair(**options)
-    for length, members in (
+    for length, request_fields in (
         (45, {}),
         (16, {"num_choices": 3}),
         (1, {}),
@@ -35,7 +35,7 @@ def test_tokens_are_those_of_a_single_server(make_pair, options, order):
         (40, {"max_tokens": 1}),  # the request ends with the token that P draws
     ):
         prompt = [length, *PROMPT[1:length]]
-        request_options = {"max_tokens": 6, **members}
+        request_options = {"max_tokens": 6, **request_fields}
         max_tokens = request_options["max_tokens"]
         _, name = pair.submit_to_both(prompt, order=order, **request_options)
         answers = pair.answers(name, request_options.get("num_choices", 1))
@@ -52,7 +52,7 @@ def test_stream_begins_before_all_of_its_kv_has_been_pulled(pair):
     pair.d.movers.stall()
     pair.until(lambda: len(pair.d.out.tokens(decode_name)) == 1)
     (first,) = [delta for delta in pair.d.out.deltas if delta.request_id == decode_name]
-    # The usage becomes a header of the response.
+    # The HTTP process needs the usage with the first token, for a response header.
     assert first.usage is not None and first.usage.prefill_recomputed == 45
     assert pair.p.out.terminals(prefill_name)
     pair.d.movers.resume()
@@ -61,8 +61,8 @@ def test_stream_begins_before_all_of_its_kv_has_been_pulled(pair):
 
 @pytest.mark.parametrize("fault", ["different sampling", "unreadable reference"])
 def test_kv_is_used_even_if_the_first_token_is_not(pair, monkeypatch, fault):
-    """A router has changed the body of P's leg, or P has a version with other
-    references."""
+    """A router has changed the body of P's leg, or P's version writes references that D
+    cannot read."""
     options = {}
     if fault == "different sampling":
         options["p_sampling"] = SamplingParams(temperature=0.0, repetition_penalty=2.0)
@@ -105,7 +105,7 @@ def test_abort_of_either_leg_ends_both_legs(make_pair, aborted_leg, num_rounds):
     assert tokens == expected_output(PROMPT, 6)[: len(tokens)]
     assert aborted_leg == "d" or len(tokens) == 6
     pair.until(lambda: bool(pair.p.out.terminals(prefill_name)))
-    # The proxy aborts P's leg when no server will pull its KV.
+    # The proxy aborts P's leg when no server will pull the KV of this leg.
     pair.p.core.round([AbortRequest(prefill_name)])
     pair.settle()
 
@@ -118,7 +118,7 @@ def test_kv_that_d_gives_up_stays_leased_only_if_another_server_may_pull_it(
     pair = make_pair(policy=policy, p_compat=OTHER_COMPAT)
     prefill_name, decode_name = pair.submit_to_both(PROMPT, order="d")
     pair.until(lambda: bool(pair.d.out.terminals(decode_name)))
-    # P has received the message of D.
+    # P has received D's message that D gives up the offer.
     pair.until(lambda: pair.leases.counters()["gone"] == 1)
     _add_prefill_leg(pair, prefill_name, PROMPT)
     pair.until(lambda: bool(pair.p.out.terminals(prefill_name)))
@@ -133,7 +133,8 @@ def _add_prefill_leg(pair, name, prompt):
 
 
 def test_partly_leased_prompt_runs_before_a_stream_that_does_not_fit(make_pair):
-    """The pool holds one sequence. The stream preempts the prompt, and later itself."""
+    """P's pool fits one sequence. The stream preempts the prompt, and is later
+    preempted itself."""
     pair = make_pair(p_num_blocks=17, p_block_size=4, max_num_batched_tokens=3)
     prompt = PROMPT[:40]
     prefill_name, decode_name = pair.submit_to_both(prompt, order="d")
@@ -169,7 +170,7 @@ def test_transfer_id_belongs_to_the_latest_request_that_uses_it(pair, order):
 
 
 def test_preempted_prompt_keeps_its_leased_blocks(make_pair):
-    # A step can have two streams and two tokens of a prompt.
+    # A step has room for two streams and two tokens of a prompt.
     pair = make_pair(max_num_batched_tokens=4)
     for name in ("a", "b"):
         pair.p.core.round([add(name, [1, 2, len(name)], 58)])
@@ -182,7 +183,8 @@ def test_preempted_prompt_keeps_its_leased_blocks(make_pair):
 
 
 def test_reference_is_valid_after_the_lease_of_the_offer_has_expired(make_pair):
-    """D hung until its lease expired. P's reference then serves another server."""
+    """D hangs until its lease expires. Another server can still pull with P's
+    reference."""
     pair = make_pair(max_num_batched_tokens=8, policy="fail")
     prefill_name, decode_name = pair.submit_to_both(PROMPT, order="d")
     offers = pair.leases._offers

@@ -36,8 +36,8 @@ SAMPLING = [
 ]
 
 
-# D has few blocks, and few tokens in a step. P has blocks in addition to those that
-# stalled pulls lease.
+# D has few blocks, and few tokens in a step. P has enough blocks even while stalled
+# pulls keep many of them leased.
 SMALL = {
     "num_blocks": 17,
     "p_num_blocks": 400,
@@ -48,6 +48,12 @@ SMALL["max_model_len"] = 30
 
 
 class Chaos:
+    """A random workload on a pair of engines, with random faults.
+
+    Args:
+        stays_hung: whether READs hang until all requests have ended.
+    """
+
     def __init__(
         self,
         seed: int,
@@ -67,7 +73,7 @@ class Chaos:
             p_sizes = [2]
             d_sizes = [2, 4, 8]
         pull_s = 0.03 if stays_hung else pick([0.03, 0.2, 5.0])
-        limits = PullSettings(
+        pull_settings = PullSettings(
             pull_timeout_s=pull_s, drain_grace_s=0.01, fence_timeout_s=2.0
         )
         self.pair = Pair(
@@ -77,7 +83,7 @@ class Chaos:
             block_size=pick(d_sizes),
             p_order=pick(["BHLCND", "LCBNHD"]),
             lease_s=pick([5.0, 30.0]),
-            settings=limits,
+            settings=pull_settings,
             quarantine_timeout_s=0.5,
             dcp=dcp,
             launch_bytes=launch_bytes,
@@ -85,12 +91,14 @@ class Chaos:
             **sizes,
         )
         self.series = self.pair.d.core.stats().keys()
-        self.stems = [[self._token() for _ in range(30)] for _ in range(3)]
+        self.shared_prefixes = [
+            [self._random_token() for _ in range(30)] for _ in range(3)
+        ]
         self.max_len = sizes.get("max_model_len", 64)
-        # The prompt, max_tokens and other fields of each request, by D's name for it.
+        # The prompt, max_tokens and other fields of each request, by its name on D.
         self.requests: dict[str, tuple[list[int], int, dict[str, Any]]] = {}
         self.aborted: set[str] = set()
-        # P's names of the requests that were sent to both at once, by D's names.
+        # Names on P of the requests that both engines got at once, by the names on D.
         self.p_names: dict[str, str] = {}
 
     def lose_a_lease(self) -> None:
@@ -99,9 +107,9 @@ class Chaos:
         """
         pair = self.pair
         config = pair.d.config
-        # Each rank keeps some of the prompt, so the READs of any rank may hang.
+        # The prompt is so long that each rank has a part of it, and READs of its own.
         num_tokens = 14 + config.block_size * (config.dcp - 1)
-        prompt = [self._token() for _ in range(num_tokens)]
+        prompt = [self._random_token() for _ in range(num_tokens)]
         params = pair.prefill(prompt)
         pair.d.clock.set_stopped(True)
         pair.d.movers.stall()
@@ -121,31 +129,31 @@ class Chaos:
 
     def run(self) -> None:
         for _ in range(self.random.randrange(20, 70)):
-            self._event()
+            self._do_random_event()
             self.pair.p.core.scheduler.check_integrity()
             self.pair.d.core.scheduler.check_integrity()
         if not self.stays_hung:
             self.pair.d.movers.resume()
         for name in self.requests:
-            self._check(name)
+            self._check_answers(name)
         self.pair.d.movers.resume()
         for name, p_name in self.p_names.items():
             ends = self.pair.d.out.terminals(name)
             if not any(end.usage and end.usage.transferred for end in ends):
                 # The proxy also aborts a prefill if no server pulls its KV.
                 self.pair.p.core.round([AbortRequest(p_name)])
-        self.pair.settle()  # no lease has to expire before all blocks are free
+        self.pair.settle()  # all blocks become free, although no lease expires
 
     def close(self) -> None:
-        # No event adds or removes a series.
+        # No event has added or removed a metric series.
         assert self.pair.d.core.stats().keys() == self.series
         self.pair.d.movers.resume()
         self.pair.close()
 
-    def _token(self) -> int:
+    def _random_token(self) -> int:
         return self.random.randrange(VOCAB)
 
-    def _event(self) -> None:
+    def _do_random_event(self) -> None:
         pair = self.pair
         dice = self.random.random()
         if dice < 0.4:
@@ -177,50 +185,53 @@ class Chaos:
                 # The other threads run during this wait.
                 threading.Event().wait(self.random.choice([0.0, 0.005]))
 
-    def _prompt(self) -> list[int]:
-        stem = self.random.choice(self.stems)
-        prompt = stem[
+    def _random_prompt(self) -> list[int]:
+        prefix = self.random.choice(self.shared_prefixes)
+        prompt = prefix[
             : self.random.randrange(1, self.max_len - 15 if self.max_len < 64 else 30)
         ]
-        return prompt + [self._token() for _ in range(self.random.randrange(5))]
+        return prompt + [self._random_token() for _ in range(self.random.randrange(5))]
 
     def _send_request(self) -> None:
-        prompt = self._prompt()
+        prompt = self._random_prompt()
         max_tokens = self.random.randrange(1, 12)
         pick = self.random.choice
-        members = {
+        request_fields = {
             "num_choices": pick([1, 1, 1, 2, 3]),
             "num_prompt_logprobs": pick([None, None, None, 0, 2]),
             "stop_token_ids": self.random.choices(range(VOCAB), k=pick([0, 0, 3, 6])),
             "sampling": pick(SAMPLING),
         }
-        if self.groups:  # the shadow executor with windows neither shapes nor scores
-            members |= {"num_prompt_logprobs": None, "sampling": SAMPLING[0]}
+        if self.groups:  # WindowedEngine has no penalties and no prompt logprobs
+            request_fields |= {"num_prompt_logprobs": None, "sampling": SAMPLING[0]}
         if self.random.random() < 0.2:
             name = f"local{len(self.requests)}"
-            self.pair.d.core.round([add(name, prompt, max_tokens, **members)])
+            self.pair.d.core.round([add(name, prompt, max_tokens, **request_fields)])
         else:
             if self.pair.p.core.scheduler.allocator.num_available < 20:
-                # Leases with hanging READs expire only by P's clock.
+                # Leases of hanging READs end only when P's clock advances.
                 self.pair.now_s += 1e4
-            if members["num_prompt_logprobs"] is None and self.random.random() < 0.5:
+            if (
+                request_fields["num_prompt_logprobs"] is None
+                and self.random.random() < 0.5
+            ):
                 order = pick(["pd", "dp", "pd", "dp", "p", "d"])
                 p_name, name = self.pair.submit_to_both(
-                    prompt, max_tokens, order=order, **members
+                    prompt, max_tokens, order=order, **request_fields
                 )
                 self.p_names[name] = p_name
-                self.requests[name] = prompt, max_tokens, members
+                self.requests[name] = prompt, max_tokens, request_fields
                 if order == "p":  # D never receives the request
                     del self.requests[name]
                 return
-            params = self.pair.prefill(prompt, **members)
-            if self.random.random() < 0.1:  # the decode leg was refused
+            params = self.pair.prefill(prompt, **request_fields)
+            if self.random.random() < 0.1:  # as if D had refused the decode leg
                 reference = kv_params.to_remote_prefill(kv_params.parse(params))
                 self.pair.d.core.round([ReleaseRemote(reference)])
-            name = self.pair.submit(prompt, params, max_tokens, **members)
-        self.requests[name] = prompt, max_tokens, members
+            name = self.pair.submit(prompt, params, max_tokens, **request_fields)
+        self.requests[name] = prompt, max_tokens, request_fields
 
-    def _check(self, name: str) -> None:
+    def _check_answers(self, name: str) -> None:
         out = self.pair.d.out
         choices = self.requests[name][2]["num_choices"]
         self.pair.until(lambda: self._has_ended(name))
@@ -238,7 +249,8 @@ class Chaos:
     def _has_ended(self, name: str) -> bool:
         sequence = self.pair.d.core.sequences.get(name)
         if sequence is not None and sequence.phase is Phase.NEW:
-            # A request that never came to P is given up by P's clock.
+            # P may never get this request. The offer to D ends only if P's clock
+            # advances.
             self.pair.now_s += 0.5
         ends = self.pair.d.out.terminals(name)
         return len(ends) >= self.requests[name][2]["num_choices"] or any(
@@ -246,22 +258,22 @@ class Chaos:
         )
 
     def _check_output(self, name: str, *, is_complete: bool) -> None:
-        """Checks the output so far. It must equal the expected output if `is_complete`,
-        else a prefix of it.
+        """Checks that the output so far equals the expected output. If not
+        `is_complete`, it may also be a prefix of the expected output.
         """
-        prompt, max_tokens, members = self.requests[name]
+        prompt, max_tokens, request_fields = self.requests[name]
         out = self.pair.d.out
-        num_top = members["num_prompt_logprobs"]
+        num_top = request_fields["num_prompt_logprobs"]
         limit = min(max_tokens, self.max_len - len(prompt))
-        stop = members["stop_token_ids"]
-        min_tokens = members["sampling"].min_tokens
-        for choice in range(members["num_choices"]):
+        stop = request_fields["stop_token_ids"]
+        min_tokens = request_fields["sampling"].min_tokens
+        for choice in range(request_fields["num_choices"]):
             tokens = out.tokens(name, choice)
             expected = expected_output(prompt, limit, stop, choice, min_tokens)
             if self.groups:
-                seen = windowed_output(prompt, limit, self.groups, choice)
-                ends = [at for at, token in enumerate(seen, 1) if token in stop]
-                expected = seen[: ends[0] if ends else limit]
+                unstopped = windowed_output(prompt, limit, self.groups, choice)
+                ends = [num for num, token in enumerate(unstopped, 1) if token in stop]
+                expected = unstopped[: ends[0] if ends else limit]
             assert tokens == (expected if is_complete else expected[: len(tokens)])
         scores = [] if num_top is None else expected_scores(prompt, num_top)
         logprobs = out.prompt_logprobs(name)
@@ -269,21 +281,22 @@ class Chaos:
 
 
 @pytest.fixture
-def switching() -> Iterator[None]:
-    """Threads take turns far more often than usual."""
+def frequent_thread_switches() -> Iterator[None]:
+    """Makes Python switch between threads far more often than by default."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-def _num_right(seed: int, **options: Any) -> int:
-    """Runs a random workload, checks every answer, and returns how many there were."""
+def _run_workload(seed: int, **options: Any) -> int:
+    """Runs a random workload and checks every answer. Returns how many requests ran."""
     chaos = Chaos(seed, **options)
     try:
         if chaos.stays_hung:
             chaos.pair.d.movers.stall()
-        elif not (chaos.groups or chaos.pair.d.movers.placers):  # placers read at once
+        # With placers, READs complete immediately, so none of them can hang.
+        elif not (chaos.groups or chaos.pair.d.movers.placers):
             chaos.lose_a_lease()
         chaos.run()
         for worker, placer in zip(
@@ -309,7 +322,7 @@ RUNS: list[Any] = [
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_faults_change_no_answer_and_leak_no_block(options):
-    assert _num_right(**options) > 0
+    assert _run_workload(**options) > 0
 
 
 WINDOWS = [KVGroups((None, 6, 6)), KVGroups((7,)), KVGroups((None, 2, 9))]
@@ -318,10 +331,10 @@ WINDOWS = [KVGroups((None, 6, 6)), KVGroups((7,)), KVGroups((None, 2, 9))]
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seed", range(6))
 def test_faults_change_no_answer_of_models_with_windows(seed):
-    assert _num_right(seed, groups=WINDOWS[seed % 3], num_blocks=60) > 0
+    assert _run_workload(seed, groups=WINDOWS[seed % 3], num_blocks=60) > 0
 
 
-@pytest.mark.usefixtures("switching")
+@pytest.mark.usefixtures("frequent_thread_switches")
 @pytest.mark.parametrize("seed", range(4))
 def test_faults_change_no_answer_when_memory_is_mapped(seed):
-    assert _num_right(seed, launch_bytes=1 if seed % 2 else 1 << 30) > 0
+    assert _run_workload(seed, launch_bytes=1 if seed % 2 else 1 << 30) > 0

@@ -83,7 +83,7 @@ def test_request_with_a_grammar_that_the_first_token_completes_pulls_nothing(
     ("regex", "end"),
     [("a+", ([], "abort", None)), ("[!", ([], None, "grammar_failed"))],
 )
-def test_lease_ends_after_an_abort_or_a_wrong_grammar(
+def test_lease_ends_after_an_abort_or_an_invalid_grammar(
     blocked, prompt_and_first_token, regex, end
 ):
     prompt, _, _ = prompt_and_first_token

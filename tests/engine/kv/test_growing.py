@@ -1,4 +1,7 @@
-"""Several engines read one prompt while another engine computes it. Any may fail."""
+"""Several engines pull the KV of a prompt while another engine computes the prompt.
+
+Each of these engines may fail.
+"""
 
 import random
 
@@ -9,8 +12,8 @@ from protocol.messages import AbortRequest
 from tests.rigs.engines import Engine, Group
 from tests.rigs.shadow import VOCAB, add, expected_output
 
-PROMPT = [(7 * at * at + 3 * at) % VOCAB for at in range(45)]
-QUICK = PullSettings(
+PROMPT = [(7 * i * i + 3 * i) % VOCAB for i in range(45)]
+SHORT_TIMEOUTS = PullSettings(
     lookup_timeout_s=0.3,
     side_channel_timeout_s=0.2,
     drain_grace_s=0.01,
@@ -19,8 +22,8 @@ QUICK = PullSettings(
 
 
 def _begin(group: Group, p: Engine, readers: list[Engine]) -> list[str]:
-    """Sends the prompt to P and a request for its KV to each reader. Returns the names
-    of the readers' requests.
+    """Sends the prompt to P, and a request for the prompt's KV to each reader. Returns
+    the names of the readers' requests.
     """
     remote = p.offer("x", PROMPT)
     prompt = add("p", PROMPT, 1, retain_kv=True, transfer_id=remote.transfer_id)
@@ -28,45 +31,50 @@ def _begin(group: Group, p: Engine, readers: list[Engine]) -> list[str]:
     return [group.begin(reader, PROMPT, 5, remote=remote) for reader in readers]
 
 
-def _assert_right(group: Group, readers: list[Engine], names: list[str]) -> None:
+def _assert_expected_tokens(
+    group: Group, readers: list[Engine], names: list[str]
+) -> None:
     for reader, name in zip(readers, names, strict=True):
         assert group.tokens_of(reader, name) == expected_output(PROMPT, 5)
 
 
-SLOW = {"max_num_batched_tokens": 8}
+SLOW = {"max_num_batched_tokens": 8}  # computes the prompt in several steps
 
 
-def test_two_readers_of_one_growing_lease_are_both_right(make):
+def test_two_readers_of_one_growing_lease_both_send_the_expected_tokens(make_group):
     """The first reader that has all KV ends the lease. The other reader computes the
     missing tokens.
     """
-    group = make(SLOW, {"block_size": 8}, {"block_size": 2})
+    group = make_group(SLOW, {"block_size": 8}, {"block_size": 2})
     p, *readers = group.engines
-    _assert_right(group, readers, _begin(group, p, readers))
+    _assert_expected_tokens(group, readers, _begin(group, p, readers))
     assert sum(reader.stat("baton_kv_transfer_bytes") for reader in readers) > 0
     assert p.stat("baton_leases", event="granted") == 1
 
 
 @pytest.mark.parametrize("num_rounds", range(1, 7))
-def test_a_lender_that_dies_between_two_chunks_costs_no_answer(make, num_rounds):
-    group = make(SLOW, *[{"settings": QUICK}] * 2)
+def test_lender_that_ends_between_two_chunks_fails_no_request(make_group, num_rounds):
+    group = make_group(SLOW, *[{"settings": SHORT_TIMEOUTS}] * 2)
     p, *readers = group.engines
     names = _begin(group, p, readers)
     group.round(num_rounds)
     group.engines.remove(p)
     p.end()
-    _assert_right(group, readers, names)
+    _assert_expected_tokens(group, readers, names)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_answers_are_right_after_random_faults_of_readers_and_lender(make, seed):
+def test_answers_are_right_after_random_faults_of_readers_and_lender(make_group, seed):
     rng = random.Random(seed)
-    sizes = [{"block_size": rng.choice([2, 4, 8]), "settings": QUICK} for _ in range(3)]
-    group = make({"num_blocks": 30, **SLOW}, *sizes)
+    sizes = [
+        {"block_size": rng.choice([2, 4, 8]), "settings": SHORT_TIMEOUTS}
+        for _ in range(3)
+    ]
+    group = make_group({"num_blocks": 30, **SLOW}, *sizes)
     p, *readers = group.engines
     names = _begin(group, p, readers)
     aborted = set[str]()
-    for at in range(30):
+    for i in range(30):
         reader = rng.randrange(len(readers))
         match rng.randrange(9):
             case 0:
@@ -79,7 +87,7 @@ def test_answers_are_right_after_random_faults_of_readers_and_lender(make, seed)
             case 3:
                 p.core.round([AbortRequest("p")])
             case 4:  # another request evicts cached blocks
-                p.core.round([add(f"other{at}", [at, *PROMPT[:20]], 2)])
+                p.core.round([add(f"other{i}", [i, *PROMPT[:20]], 2)])
             case 5:  # the hinted prefix is being computed or evicted
                 name = group.begin(readers[reader], PROMPT, 5, hint=p.hint(40))
                 readers.append(readers[reader])
@@ -98,4 +106,4 @@ def test_answers_are_right_after_random_faults_of_readers_and_lender(make, seed)
         for reader, name in zip(readers, names, strict=True)
         if name not in aborted
     ]
-    _assert_right(group, *map(list, zip(*remaining, strict=True)))
+    _assert_expected_tokens(group, *map(list, zip(*remaining, strict=True)))

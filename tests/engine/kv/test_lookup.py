@@ -37,14 +37,14 @@ GEOMETRIES = [
 
 @pytest.mark.parametrize(("options_a", "options_b"), GEOMETRIES)
 def test_conversation_continues_on_either_engine_with_the_other_engines_kv(
-    make, options_a, options_b
+    make_group, options_a, options_b
 ):
     """Turn 1 runs on A, turn 2 on B with A's KV, and turn 3 on A.
 
-    In turn 3, A lacks the KV that B computed. A can pull it only if A's ranks can cut
-    their shares from B's blocks.
+    In turn 3, A lacks the KV that B computed. A can pull this KV only if A's ranks can
+    cut their shares from B's blocks.
     """
-    group = make(options_a, options_b)
+    group = make_group(options_a, options_b)
     a, b = group.engines
     answer, kv = group.complete(a, PROMPT, 6)
     assert kv == (0, 30, 0)
@@ -63,8 +63,8 @@ def test_conversation_continues_on_either_engine_with_the_other_engines_kv(
     assert pulled + computed + skipped == len(third)
 
 
-def test_locally_cached_blocks_are_not_pulled(make):
-    a, b = (group := make({}, {})).engines
+def test_locally_cached_blocks_are_not_pulled(make_group):
+    a, b = (group := make_group({}, {})).engines
     group.complete(a, PROMPT)
     group.complete(b, PROMPT[:13])
     assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (16, 2, 12)
@@ -73,15 +73,17 @@ def test_locally_cached_blocks_are_not_pulled(make):
 
 
 @pytest.mark.parametrize("lender_options", [BFLOAT16, {"compat": OTHER_COMPAT}])
-def test_prefix_on_an_incompatible_engine_is_computed_locally(make, lender_options):
-    a, b = (group := make(lender_options, {})).engines
+def test_prefix_on_an_incompatible_engine_is_computed_locally(
+    make_group, lender_options
+):
+    a, b = (group := make_group(lender_options, {})).engines
     group.complete(a, PROMPT)
     assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
     assert a.stat("baton_leases", event="granted") == 0
 
 
-def test_kv_is_found_and_pulled_only_by_requests_with_its_salt(make):
-    a, b = (group := make({}, {})).engines
+def test_kv_is_found_and_pulled_only_by_requests_with_its_salt(make_group):
+    a, b = (group := make_group({}, {})).engines
     group.complete(a, PROMPT, cache_salt=b"one")
     for salt in (b"", b"other"):
         hint = a.hint(30)
@@ -96,10 +98,10 @@ def test_kv_is_found_and_pulled_only_by_requests_with_its_salt(make):
     assert group.complete(a, PROMPT, cache_salt=b"one")[1] == (0, 2, 28)
 
 
-def test_subscription_with_a_different_salt_gets_no_kv(make):
+def test_subscription_with_a_different_salt_gets_no_kv(make_group):
     """The reader computes the prompt itself, as if the offer were for a different
     prompt. The leases that nothing pulls expire at the end of the test."""
-    a, b = (group := make({"lease_s": 5.0}, {})).engines
+    a, b = (group := make_group({"lease_s": 5.0}, {})).engines
     digest = kv_params.prompt_digest(PROMPT, b"one")
     offers = {
         salt: replace(a.offer(f"t{salt!r}", PROMPT), prompt_digest=digest)
@@ -115,8 +117,8 @@ def test_subscription_with_a_different_salt_gets_no_kv(make):
         assert (b.kv(reader)[0] > 0) is (salt == b"one")
 
 
-def test_prefix_that_is_quicker_to_compute_is_not_looked_up(make):
-    a, b = (group := make({}, {"mode": "auto"})).engines
+def test_prefix_that_is_quicker_to_compute_is_not_looked_up(make_group):
+    a, b = (group := make_group({}, {"mode": "auto"})).engines
     group.complete(a, PROMPT)
     b.rates.record_compute(1000, 1e-6)  # computing takes almost no time
     assert group.complete(b, PROMPT, hint=a.hint(30))[1] == (0, 30, 0)
@@ -161,9 +163,9 @@ WRONG_HINTS = [
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("wrong_fields", WRONG_HINTS, ids=str)
-def test_wrong_hint_fails_no_request(make, wrong_fields, policy):
+def test_wrong_hint_fails_no_request(make_group, wrong_fields, policy):
     settings = PullSettings(lookup_timeout_s=0.2)
-    a, b = (group := make({}, {"policy": policy, "settings": settings})).engines
+    a, b = (group := make_group({}, {"policy": policy, "settings": settings})).engines
     group.complete(a, [3, *PROMPT])
     hint = a.hint(**{"num_tokens": 30, **wrong_fields})
     assert group.complete(b, PROMPT, hint=hint)[1] == (0, 30, 0)
@@ -171,8 +173,8 @@ def test_wrong_hint_fails_no_request(make, wrong_fields, policy):
     assert a.stat("baton_leases", event="granted") == 0
 
 
-def test_lookups_of_an_engine_with_another_secret_are_not_answered(make):
-    a, b = (group := make({}, {"secret": b"another"})).engines
+def test_lookups_of_an_engine_with_another_secret_are_not_answered(make_group):
+    a, b = (group := make_group({}, {"secret": b"another"})).engines
     group.complete(a, PROMPT)
     for prompt in (PROMPT, PROMPT[::-1]):
         assert group.complete(b, prompt, hint=a.hint(30))[1][0] == 0
@@ -183,9 +185,9 @@ def test_lookups_of_an_engine_with_another_secret_are_not_answered(make):
     assert num_answered == [0, 0, 0]
 
 
-def test_leases_of_lookups_take_at_most_half_of_the_pool(make):
+def test_leases_of_lookups_take_at_most_half_of_the_pool(make_group):
     # The pool has 17 blocks without the null block, so 8 may be leased.
-    a, b = (group := make({"num_blocks": 18}, {})).engines
+    a, b = (group := make_group({"num_blocks": 18}, {})).engines
     prompts = [PROMPT, PROMPT[::-1], [9] * 5]
     for prompt in prompts:
         group.complete(a, prompt)
@@ -199,8 +201,8 @@ def test_leases_of_lookups_take_at_most_half_of_the_pool(make):
     assert [b.kv(name)[0] for name in names] == [28, 4, 0]
 
 
-def test_lookups_take_no_blocks_that_the_first_waiting_request_needs(make):
-    a, b = (group := make({"num_blocks": 18}, {})).engines
+def test_lookups_take_no_blocks_that_the_first_waiting_request_needs(make_group):
+    a, b = (group := make_group({"num_blocks": 18}, {})).engines
     group.complete(a, PROMPT)
     b.movers.stall()
     first = group.begin(b, [*PROMPT, 1], hint=a.hint(30))
@@ -216,11 +218,11 @@ def test_lookups_take_no_blocks_that_the_first_waiting_request_needs(make):
 
 
 @pytest.mark.parametrize("moment", ["lookup", "pull"])
-def test_death_of_a_lender_fails_no_request(make, moment):
+def test_death_of_a_lender_fails_no_request(make_group, moment):
     settings = PullSettings(
         lookup_timeout_s=0.3, side_channel_timeout_s=0.2, drain_grace_s=0.01
     )
-    a, b = (group := make({}, {"settings": settings, "policy": "fail"})).engines
+    a, b = (group := make_group({}, {"settings": settings, "policy": "fail"})).engines
     group.complete(a, PROMPT)
     if moment == "pull":
         b.movers.stall()
@@ -239,7 +241,7 @@ def test_death_of_a_lender_fails_no_request(make, moment):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_workloads_with_random_faults_give_correct_tokens(make, seed):
+def test_random_workloads_with_random_faults_give_correct_tokens(make_group, seed):
     """Prompts share prefixes, hints are right or wrong, pools evict blocks, and READs
     fail or hang."""
     rng = random.Random(seed)
@@ -252,7 +254,7 @@ def test_random_workloads_with_random_faults_give_correct_tokens(make, seed):
         for _ in range(3)
     ]
     settings = PullSettings(drain_grace_s=0.01, lookup_timeout_s=0.5)
-    group: Group = make(*({**each, "settings": settings} for each in options))
+    group: Group = make_group(*({**each, "settings": settings} for each in options))
     prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(3)]
     requests: list[tuple[Engine, str, list[int]]] = []
     for _ in range(60):

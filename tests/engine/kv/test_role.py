@@ -1,6 +1,6 @@
 """A prefill engine (P) and a decode engine (D) in one process, with many faults.
 
-Whatever fails, the output must be the continuation of the request's own prompt.
+After any fault, the output must still be the continuation of the request's own prompt.
 """
 
 import time
@@ -18,8 +18,8 @@ from tests.rigs.engines import COMPAT, OTHER_COMPAT, SECRET
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-# A pull with these settings hangs until Pair.skip moves the clock past its timeout.
-HANGS = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)
+# A hung pull times out only when Pair.skip advances the clock.
+LONG_PULL_TIMEOUT = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)
 
 
 def test_every_series_is_exposed_before_its_first_event(pair):
@@ -41,7 +41,7 @@ def test_every_series_is_exposed_before_its_first_event(pair):
     for name, values in labels.items():
         exposed = {key: stats[key] for key in stats if key.startswith(name + "{")}
         assert exposed == {f"{name}{{{value}}}": 0 for value in values}
-    stats |= pair.p.core.stats()  # P's connector has the series of the lender
+    stats |= pair.p.core.stats()  # only P's connector has the metrics of a lender
     for spec in TABLE:
         assert spec.origin != "engine" or any(
             key.startswith(spec.name) for key in stats
@@ -114,7 +114,7 @@ def test_phase_times_of_a_request_are_reported_in_order(pair):
 def test_prompt_that_another_request_computed_during_a_hung_pull_counts_as_recomputed(
     make_pair,
 ):
-    pair = make_pair(settings=HANGS)
+    pair = make_pair(settings=LONG_PULL_TIMEOUT)
     full_blocks = PROMPT[:12]
     params = pair.prefill(full_blocks)
     pair.d.movers.stall()
@@ -122,7 +122,7 @@ def test_prompt_that_another_request_computed_during_a_hung_pull_counts_as_recom
     pair.until(lambda: pair.d.movers.active > 0)
     pair.d.core.round([add("other", full_blocks, 6)])
     pair.terminal_delta("other")
-    pair.skip(HANGS.pull_timeout_s)
+    pair.skip(LONG_PULL_TIMEOUT.pull_timeout_s)
     assert pair.answer(name) == expected_output(full_blocks, 6)
     assert pair.d.kv(name) == (0, 12, 0)
 
@@ -158,8 +158,8 @@ def test_cached_tokens_are_those_that_neither_server_computed(
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_hung_peer_takes_only_a_part_of_the_pool(make_pair, aborted):
-    """The same holds if the clients of the hung pulls disconnect."""
-    pair = make_pair(p_block_size=8, settings=HANGS)
+    """A part of the pool stays free, also if the clients of hung pulls disconnect."""
+    pair = make_pair(p_block_size=8, settings=LONG_PULL_TIMEOUT)
     pair.d.movers.stall()
     names = {}
     for first in range(12):  # all together need 48 blocks, but the pool has 39
@@ -168,14 +168,14 @@ def test_hung_peer_takes_only_a_part_of_the_pool(make_pair, aborted):
     counts = pair.d.core.scheduler.allocator.counts
     # 28 blocks are the largest multiple of 4 within 3/4 of the pool.
     pair.until(lambda: counts()[BlockState.RECEIVING] == 28)
-    # Before the first READ, aborts would leave no block behind.
+    # Aborts before the first READ would quarantine no block.
     pair.until(lambda: pair.workers[0].counters["posts"] > 0)
     if aborted:
         pair.d.core.round([AbortRequest(name) for name in names])
         pair.until(lambda: _num_quarantined(pair) > 0)
         names = {pair.submit(PROMPT): PROMPT}
     else:
-        pair.skip(0.0)  # all pulls have begun
+        pair.skip(0.0)  # begins the remaining pulls
         pair.skip(100.0)
     for name, prompt in names.items():
         assert pair.answer(name) == expected_output(prompt, 6)
@@ -183,11 +183,13 @@ def test_hung_peer_takes_only_a_part_of_the_pool(make_pair, aborted):
 
 
 def test_pull_without_capacity_during_a_hung_read_is_left_to_another_server(make_pair):
-    pair = make_pair(p_block_size=8, settings=HANGS, policy="fail", max_model_len=160)
+    pair = make_pair(
+        p_block_size=8, settings=LONG_PULL_TIMEOUT, policy="fail", max_model_len=160
+    )
     pair.d.movers.stall()
     hung = _begin_read(pair, [*PROMPT, 7, 7])
     large = list(range(1, 109))  # 27 of 39 blocks
-    pair.skip(HANGS.pull_timeout_s)
+    pair.skip(LONG_PULL_TIMEOUT.pull_timeout_s)
     pair.wait_for_failure(hung, "pull_timeout")
     pair.restart_prefill()  # because D does not pull from a server with hung READs
     params = {**pair.prefill(large), "sender_releases": True}
@@ -202,12 +204,12 @@ def test_pull_without_capacity_during_a_hung_read_is_left_to_another_server(make
 
 
 def test_hung_pull_into_most_of_the_pool_leaves_the_remaining_blocks(make_pair):
-    pair = make_pair(p_block_size=8, settings=HANGS, max_model_len=160)
+    pair = make_pair(p_block_size=8, settings=LONG_PULL_TIMEOUT, max_model_len=160)
     pair.d.movers.stall()
     large = list(range(1, 61)) + list(range(1, 41))  # 25 of 39 blocks
     hung = pair.submit(large, max_tokens=2)
     pair.until(lambda: pair.workers[0].counters["posts"] > 0)
-    pair.skip(HANGS.pull_timeout_s)
+    pair.skip(LONG_PULL_TIMEOUT.pull_timeout_s)
     pair.until(lambda: _num_quarantined(pair) == 25)
     for first in range(3):
         name = pair.submit([first, *PROMPT])
@@ -223,11 +225,11 @@ def test_hung_pull_into_most_of_the_pool_leaves_the_remaining_blocks(make_pair):
 def test_blocks_of_an_aborted_pull_are_free_once_its_reads_end(
     make_pair, failed_before
 ):
-    pair = make_pair(settings=HANGS)
+    pair = make_pair(settings=LONG_PULL_TIMEOUT)
     pair.d.movers.stall()
     name = _begin_read(pair, [*PROMPT, 7, 7])
     if failed_before:
-        pair.skip(HANGS.pull_timeout_s)
+        pair.skip(LONG_PULL_TIMEOUT.pull_timeout_s)
     while failed_before and not pair.coordinator.counters()["pulls_failed"]:
         time.sleep(0.001)  # the engine handles the failure only after the abort
     pair.d.core.round([AbortRequest(name)])
@@ -255,38 +257,38 @@ def _num_quarantined(pair: Pair) -> int:
 def test_request_blocked_on_quarantine_waits_until_the_reads_end_or_the_timeout(
     make_pair, event
 ):
-    """Smaller requests are served while it waits."""
+    """Smaller requests are served while the blocked request waits."""
     timeout_s = 60.0 if event == "reads end" else 0.2
     pair = make_pair(
         p_block_size=8,
-        settings=HANGS,
+        settings=LONG_PULL_TIMEOUT,
         quarantine_timeout_s=timeout_s,
         max_model_len=160,
     )
     pair.d.movers.stall()
     hung = _begin_read(pair, [*PROMPT, 7, 7])
-    pair.skip(HANGS.pull_timeout_s)
+    pair.skip(LONG_PULL_TIMEOUT.pull_timeout_s)
     assert pair.answer(hung) == expected_output([*PROMPT, 7, 7], 6)
     assert _num_quarantined(pair) == 4
     pair.restart_prefill()  # because D does not pull from a server with hung READs
     large = list(range(1, 145))  # 36 of 39 blocks
-    remote = list(range(2, 146))  # 36 of 39 blocks
+    pulled_prompt = list(range(2, 146))  # 36 of 39 blocks
     pair.d.core.round([add("large", large, 2)])
-    params = pair.prefill(remote)
+    params = pair.prefill(pulled_prompt)
     if event == "timeout with a lease for another server":
         params["sender_releases"] = True
-    other = pair.submit(remote, params, max_tokens=2)
+    other = pair.submit(pulled_prompt, params, max_tokens=2)
     pair.d.core.round([add("small", [1, 2, 3], 8)])
     assert pair.answer("small") == expected_output([1, 2, 3], 8)
     if event == "reads end":
         pair.d.movers.resume()
         assert pair.answer("large") == expected_output(large, 2)
-        assert pair.answer(other) == expected_output(remote, 2)
+        assert pair.answer(other) == expected_output(pulled_prompt, 2)
     else:
         for name in ("large", other):
             message = pair.wait_for_failure(name, "overloaded")
             assert "4 of 39" in message and "--quarantine-timeout-s" in message
-        # Only the hung pull is left.
+        # Only the hung pull is still open.
         pair.until(lambda: pair.coordinator.counters()["pulls_open"] == 1)
         if event == "timeout":
             # No server will pull this KV.
@@ -295,8 +297,8 @@ def test_request_blocked_on_quarantine_waits_until_the_reads_end_or_the_timeout(
         if event == "timeout with a lease for another server":
             pair.until(lambda: _num_quarantined(pair) == 0)
             assert pair.leases.counters()["held"] == 1
-            again = pair.submit(remote, params, max_tokens=2)
-            assert pair.answer(again) == expected_output(remote, 2)
+            again = pair.submit(pulled_prompt, params, max_tokens=2)
+            assert pair.answer(again) == expected_output(pulled_prompt, 2)
             assert pair.d.kv(again) == (144, 0, 0)
 
 
@@ -340,7 +342,7 @@ def test_pull_of_blocks_that_ranks_cannot_share_follows_the_policy(make_pair, po
     assert pair.workers[0].counters["posts"] == 0
 
 
-def test_error_of_a_pull_timeout_contains_the_address_only_in_the_log(
+def test_address_of_a_timed_out_peer_is_in_the_log_but_not_in_the_error(
     make_pair, caplog
 ):
     pair = make_pair(policy="fail")

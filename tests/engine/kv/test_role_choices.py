@@ -21,18 +21,19 @@ def _expected(
 def test_choices_are_prefilled_once_pulled_once_and_forked(pair, length):
     prompt = PROMPT[:length]
     params = pair.prefill(prompt, num_choices=3)
-    assert [t["id"] for t in params["first_tokens"]] == [
-        t[0] for t in _expected(prompt, 3)
+    assert [token["id"] for token in params["first_tokens"]] == [
+        tokens[0] for tokens in _expected(prompt, 3)
     ]
     name = pair.submit(prompt, params, num_choices=3)
     assert pair.answers(name, 3) == _expected(prompt, 3)
     usages = [end.usage for end in pair.d.out.terminals(name)]
-    assert [u and (u.transferred, u.recomputed, u.skipped) for u in usages] == [
-        (length, 0, 0)
-    ] * 3
-    computed = 3 * 5 + 2 * (length % 4)
-    assert pair.d.executor.num_tokens == computed, (
-        "outputs, and what choices do not share"
+    assert [
+        usage and (usage.transferred, usage.recomputed, usage.skipped)
+        for usage in usages
+    ] == [(length, 0, 0)] * 3
+    num_computed = 3 * 5 + 2 * (length % 4)
+    assert pair.d.executor.num_tokens == num_computed, (
+        "the outputs, and twice the prompt's last partial block, which is not shared"
     )
 
 
@@ -50,20 +51,25 @@ def test_first_tokens_are_sent_before_any_byte_has_moved(pair, num_choices):
     assert pair.answers(name, num_choices) == _expected(PROMPT, num_choices)
 
 
-def test_a_full_hit_is_forked_without_a_pull(pair):
-    whole = PROMPT[:12]
-    pair.answer(pair.submit(whole))
+def test_fully_cached_prompt_is_forked_without_a_pull(pair):
+    full_blocks = PROMPT[:12]
+    pair.answer(pair.submit(full_blocks))
     pair.d.movers.stall()
-    name = pair.submit(whole, pair.prefill(whole, num_choices=3), num_choices=3)
-    assert pair.answers(name, 3) == _expected(whole, 3)
+    params = pair.prefill(full_blocks, num_choices=3)
+    name = pair.submit(full_blocks, params, num_choices=3)
+    assert pair.answers(name, 3) == _expected(full_blocks, 3)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 @pytest.mark.parametrize("survivor", [None, 0, 1, 2])
-def test_choices_that_end_with_their_first_token_cost_nothing_here(
+def test_choices_that_end_with_their_first_token_need_no_step_on_d(
     pair, survivor, max_tokens
 ):
-    stop = [t[0] for choice, t in enumerate(_expected(PROMPT, 3)) if choice != survivor]
+    stop = [
+        tokens[0]
+        for choice, tokens in enumerate(_expected(PROMPT, 3))
+        if choice != survivor
+    ]
     params = pair.prefill(PROMPT, num_choices=3, stop_token_ids=stop)
     name = pair.submit(PROMPT, params, max_tokens, num_choices=3, stop_token_ids=stop)
     expected = [
@@ -95,12 +101,12 @@ def test_policy_decides_whether_a_failed_pull_fails_the_request(
 @pytest.mark.parametrize("num_top", [0, 2])
 def test_prompt_logprobs_come_with_the_reference(pair, num_top):
     params = pair.prefill(PROMPT, num_prompt_logprobs=num_top)
-    steps = pair.d.executor.num_tokens
+    num_before = pair.d.executor.num_tokens
     name = pair.submit(PROMPT, params, num_prompt_logprobs=num_top)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.out.prompt_logprobs(name) == expected_scores(PROMPT, num_top)
-    assert pair.d.out.deltas[0].prompt_logprobs, "before the first token"
-    assert pair.d.executor.num_tokens == steps + 5, "D scores nothing"
+    assert pair.d.out.deltas[0].prompt_logprobs, "sent before the first token"
+    assert pair.d.executor.num_tokens == num_before + 5, "D computes no prompt token"
 
 
 @pytest.mark.parametrize("num_top", [None, 1])
@@ -112,7 +118,7 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
     prompt = PROMPT[:length]
     for skipped in (0, (length - 1) // 4 * 4):
         params = pair.prefill(prompt, num_choices=2, num_prompt_logprobs=num_top)
-        steps = pair.d.executor.num_tokens
+        num_before = pair.d.executor.num_tokens
         name = pair.submit(
             prompt,
             params,
@@ -122,9 +128,9 @@ def test_first_tokens_are_drawn_from_kv_that_was_pulled(
         )
         assert pair.answers(name, num_choices) == _expected(prompt, num_choices)
         assert pair.d.kv(name) == (length - 1 - skipped, 1, skipped)
-        computed = 1 + num_choices * 5 + (num_choices - 1) * (length % 4)
-        assert pair.d.executor.num_tokens == steps + computed, (
-            "the last token of the prompt, and the outputs"
+        num_computed = 1 + num_choices * 5 + (num_choices - 1) * (length % 4)
+        assert pair.d.executor.num_tokens == num_before + num_computed, (
+            "the prompt's last token, the outputs, and blocks that are not shared"
         )
         if num_top is not None:
             assert pair.d.out.prompt_logprobs(name) == expected_scores(prompt, num_top)
@@ -142,15 +148,16 @@ def test_request_that_only_scores_receives_no_first_token(pair):
 
 @pytest.mark.parametrize("length", [3, 6, 7, 11])
 def test_first_choice_may_be_aborted_while_its_prompt_is_recomputed(pair, length):
-    """The first token may fill a block: a launched step computes it with the prompt."""
+    """The first token may fill a block. A launched step then computes this token with
+    the prompt."""
     prompt = PROMPT[:length]
-    for rounds in range(4):
-        prompt = [rounds, *prompt[1:]]
+    for num_rounds in range(4):
+        prompt = [num_rounds, *prompt[1:]]
         params = pair.prefill(prompt, num_choices=2)
         pair.d.movers.fail(1)
         name = pair.submit(prompt, params, num_choices=2)
         pair.until(lambda: bool(pair.d.core.scheduler.running))
-        for _ in range(rounds):
+        for _ in range(num_rounds):
             pair.d.core.round([])
         pair.d.core.round([AbortRequest(name, 0)])
         assert pair.answers(name, 2)[1] == expected_output(prompt, 6, choice=1)

@@ -3,10 +3,10 @@
 Pulls fail in every way and at every moment, READs hang, requests and single choices are
 aborted, grammars compile late, steps and draws fail, and the pool is small.
 
-Each request gets the tokens that follow from its own prompt, and ends once. No block is
-read or published unless it contains exactly its tokens. The accounting of blocks is
-right after each round, and all blocks are free at the end. A seed decides everything:
-there are no threads.
+Each request gets the tokens that follow from its own prompt, and ends once. Each block
+that is read or published contains exactly the tokens that it should contain. The
+accounting of blocks is right after each round, and all blocks are free at the end. A
+seed determines everything, because there are no threads.
 """
 
 import json
@@ -98,7 +98,7 @@ def _expected(
     return tokens[start:], None
 
 
-class _Executor(ShadowExecutor):
+class _FailingExecutor(ShadowExecutor):
     """A shadow executor with random durations of steps. Sometimes a launch or a draw
     fails."""
 
@@ -109,25 +109,25 @@ class _Executor(ShadowExecutor):
     ) -> None:
         super().__init__(num_blocks, block_size, depth)
         self._rng = rng
-        self._launch_fails = rng.choice([0.0, 0.0, 0.05, 0.2])
-        self._draw_fails = rng.choice([0.0, 0.0, 0.15])
+        self._launch_failure_rate = rng.choice([0.0, 0.0, 0.05, 0.2])
+        self._draw_failure_rate = rng.choice([0.0, 0.0, 0.15])
 
     def has_ended(self) -> bool:
         return self._rng.random() < 0.6
 
     def launch(self, step: StepInput) -> _ShadowStep:
-        if self._rng.random() < self._launch_fails / len(step.query_lens):
+        if self._rng.random() < self._launch_failure_rate / len(step.query_lens):
             raise StepFailed(FAULT)
         assert len(step.query_lens) <= self.limits.max_num_seqs
         assert len(step.token_ids) <= self.limits.max_num_batched_tokens
         launched = super().launch(step)
-        if step.is_masked and self._rng.random() < self._draw_fails / len(
+        if step.is_masked and self._rng.random() < self._draw_failure_rate / len(
             step.query_lens
         ):
-            launched.draw = self._fail  # type: ignore[method-assign]
+            launched.draw = self._fail_draw  # type: ignore[method-assign]
         return launched
 
-    def _fail(self, masks: Int32s) -> None:
+    def _fail_draw(self, masks: Int32s) -> None:
         step = self.in_flight.pop()
         assert not self.in_flight, "the previous step has ended"
         self.execute(step.step, None)
@@ -160,6 +160,8 @@ class _SlowCompiler:
 
 
 class _Mixture:
+    """One random workload, and the engine that runs it."""
+
     def __init__(self, seed: int, compiler: GrammarCompiler) -> None:
         rng = self.rng = random.Random(seed)
         size = rng.randint(1, 6)
@@ -170,7 +172,7 @@ class _Mixture:
         self.max_num_seqs = rng.choice([1, 2, 3, 4, 8])
         self.policy = rng.choice(["recompute", "recompute", "fail"])
         self.quarantine_timeout_s = rng.choice([0.0, 0.0, 1e9])
-        self.executor = _Executor(rng, num_blocks, size, rng.randint(0, 1))
+        self.executor = _FailingExecutor(rng, num_blocks, size, rng.randint(0, 1))
         self.content: dict[str, list[int]] = {}  # the tokens of each lease
         self.coordinator = FakeCoordinator(
             rng, size, self.content, self._write, self._state_of
@@ -197,7 +199,7 @@ class _Mixture:
         self.aborted: dict[str, set[int]] = {}  # aborted choices, by request
         self.max_requests = rng.choice([4, 12, 30])
         self.prefixes = [rng.choices(range(50), k=30) for _ in range(2)]
-        self.is_over = False
+        self.is_draining = False
         self._watch_blocks()
         self._let_draws_fail(rng.choice([0.0, 0.0, 0.02]))
         self.out.receive = lambda timeout_s: (  # type: ignore[method-assign]
@@ -212,8 +214,8 @@ class _Mixture:
         return self.core.scheduler.allocator.state(block)
 
     def _watch_blocks(self) -> None:
-        """Empties allocated blocks. Checks that published blocks contain the tokens
-        under which they are published.
+        """Makes the allocator empty each block that it allocates. Makes the prefix
+        cache check that published blocks contain their tokens.
         """
         scheduler = self.core.scheduler
         pool = self.executor.pool
@@ -252,15 +254,15 @@ class _Mixture:
 
     def next_messages(self) -> list[EngineInput]:
         """Returns the next random messages. Pulls and grammars make progress."""
-        self.coordinator.advance(to_end=self.is_over)
-        self.grammars.advance(to_end=self.is_over)
+        self.coordinator.advance(to_end=self.is_draining)
+        self.grammars.advance(to_end=self.is_draining)
         rng = self.rng
         messages: list[EngineInput] = []
-        if self.is_over:
+        if self.is_draining:
             return messages
         for _ in range(rng.choice([0, 0, 1, 1, 2])):
             if len(self.requests) < self.max_requests:
-                request = self._request(f"r{len(self.requests)}")
+                request = self._random_request(f"r{len(self.requests)}")
                 self.requests[request.request_id] = request
                 messages.append(request)
         if self.requests and rng.random() < 0.2:
@@ -273,7 +275,7 @@ class _Mixture:
             messages.append(ReleaseRemote(rng.choice(self.remotes)))
         return messages
 
-    def _request(self, name: str) -> AddRequest:
+    def _random_request(self, name: str) -> AddRequest:
         rng = self.rng
         prefix = rng.choice([[], *self.prefixes])[: rng.randint(0, 30)]
         prompt = ([*prefix, *rng.choices(range(50), k=rng.randint(0, 5))] or [1])[
@@ -305,20 +307,22 @@ class _Mixture:
             num_prompt_logprobs=num_scores,
         )
         if rng.random() < 0.3 and request.max_tokens and num_scores is None:
-            request = self._resumed(request)
+            request = self._as_resumed(request)
         return self._with_remote(request) if rng.random() < 0.7 else request
 
-    def _resumed(self, request: AddRequest) -> AddRequest:
-        """The request as it continues after a failover. Some of its choices may have
-        ended."""
+    def _as_resumed(self, request: AddRequest) -> AddRequest:
+        """Returns the request as the proxy resumes it after a failover. Some of the
+        choices may have ended."""
         resumed = []
         for choice in range(request.num_choices):
-            tokens, kind = self._expected(request, choice)
+            tokens, grammar_error = self._expected(request, choice)
             num_sent = self.rng.choice(
                 [0, len(tokens), self.rng.randint(0, len(tokens))]
             )
             has_ended = (
-                num_sent == len(tokens) and kind is None and self.rng.random() < 0.9
+                num_sent == len(tokens)
+                and grammar_error is None
+                and self.rng.random() < 0.9
             )
             resumed.append(ResumedChoice(tokens[:num_sent], has_ended))
         if all(choice.has_ended for choice in resumed):
@@ -333,7 +337,8 @@ class _Mixture:
         return _expected(self.compiler, request, choice, limit)
 
     def _with_remote(self, request: AddRequest) -> AddRequest:
-        """The request with a reference of a prefill server, or with a rejected one."""
+        """Returns the request with a reference to KV on a prefill server. Some
+        references are rejected, as by the HTTP process of D."""
         rng = self.rng
         prompt = request.token_ids
         choices = range(request.num_choices)
@@ -369,7 +374,7 @@ class _Mixture:
         for _ in range(self.rng.choice([25, 60])):
             self.core.round(self.next_messages())
             self.check_accounting()
-        self.is_over = True
+        self.is_draining = True
         for _ in range(6000):
             self.next_messages()
             has_progressed = self.core.round([]) or wait_for_masks(self.core)
@@ -382,12 +387,12 @@ class _Mixture:
         assert not self.core.grammars.compiling
         assert not (self.role._pulling or self.role._undrained)
         for request in self.requests.values():
-            self._check(request)
+            self._check_request(request)
         return self.core
 
     def check_accounting(self) -> None:
-        """Checks that the blocks in state USED are those of sequences and of releases
-        that wait for a step."""
+        """Checks that the blocks in state USED are those of sequences, and those that
+        are released when a step has finished."""
         self.core.scheduler.check_integrity()
         assert_choices_are_consistent(self.core)
         scheduler = self.core.scheduler
@@ -408,7 +413,7 @@ class _Mixture:
         used = {b for b in blocks if allocator.state(b) is BlockState.USED}
         assert used == expected
 
-    def _check(self, request: AddRequest) -> None:
+    def _check_request(self, request: AddRequest) -> None:
         name = request.request_id
         ends = self.out.terminals(name)
         errors = [end for end in ends if end.error is not None]
@@ -418,7 +423,7 @@ class _Mixture:
         if errors:
             assert errors == ends[-1:]
             assert self._may_fail(request, ends[-1]) or "error" in [
-                kind for _, kind in expected
+                grammar_error for _, grammar_error in expected
             ]
         else:
             assert sorted(end.choice for end in ends) == [
@@ -426,12 +431,12 @@ class _Mixture:
             ]
         aborted = {end.choice for end in ends if end.finish_reason in (None, "abort")}
         assert errors or aborted <= self.aborted.get(name, set())
-        for choice, (expected_tokens, kind) in enumerate(expected):
+        for choice, (expected_tokens, grammar_error) in enumerate(expected):
             tokens = resumed[choice].token_ids + self.out.tokens(name, choice)
             if errors or choice in aborted:
                 assert tokens == expected_tokens[: len(tokens)]
             else:
-                assert tokens == expected_tokens and kind is None
+                assert tokens == expected_tokens and grammar_error is None
         self._check_scores(request, is_complete=not errors and 0 not in aborted)
         for end in ends:
             self._check_usage(request, end)
@@ -467,9 +472,9 @@ class _Mixture:
         )
 
 
-def _run(seed: int, compiler: GrammarCompiler) -> EngineCore:
-    """Runs one mixture. With some seeds, steps do not wait for most masks, all grammars
-    are slow, or no step is launched ahead."""
+def _run_mixture(seed: int, compiler: GrammarCompiler) -> EngineCore:
+    """Runs the mixture of a seed. With some seeds, steps do not wait for most masks,
+    all grammars are slow, or no step is launched ahead."""
     rng = random.Random(seed)
     wait_for = core_grammar.wait_for
     with pytest.MonkeyPatch.context() as patch:
@@ -481,7 +486,7 @@ def _run(seed: int, compiler: GrammarCompiler) -> EngineCore:
             )
         if seed % 4 == 2:
             patch.setattr(engine.text.grammar, "_SLOW_MASK_S", -1.0)
-        if seed % 5 == 3:  # every step counts as long
+        if seed % 5 == 3:  # every step counts as a long step
             patch.setattr("engine.core.step_runner._PROPORTIONAL_TOKENS", 0)
             patch.setattr("engine.core.step_runner._LONG_STEP_S", 0.0)
         return _Mixture(seed, compiler).run()
@@ -496,4 +501,4 @@ SLOW_SEEDS = [
 @pytest.mark.parametrize("seeds", [*([seed] for seed in range(80)), *SLOW_SEEDS])
 def test_tokens_are_right_and_all_blocks_free_after_random_faults(compiler, seeds):
     for seed in seeds:
-        assert_all_blocks_free(_run(seed, compiler))
+        assert_all_blocks_free(_run_mixture(seed, compiler))

@@ -16,7 +16,7 @@ from protocol.messages import MOVED, AbortRequest, Migrate, ResumedChoice
 from tests.rigs.engines import Engine, Group
 from tests.rigs.shadow import VOCAB, add, expected_output
 
-# A request as the proxy runs it. Each item is the condition that the request waits for.
+# A request as the proxy runs it: the conditions for which the request waits, in order.
 Script = Iterator[Callable[[], object]]
 
 
@@ -30,23 +30,23 @@ class Fleet(Group):
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.num = 0
-        # Blocks of the batches on each prefill server, which PrefillLeg.admit limits.
+        # Blocks of the calls with several prompts that are on each prefill server. In a
+        # server, PrefillLeg.admit limits these blocks.
         self.batch_blocks = Counter[Engine]()
         limits: dict[str, Any] = {"settings": PullSettings(pull_timeout_s=0.5)}
         limits["lease_clock"] = lambda: 0.0
         sizes = [self.rng.randrange(18, 30) for _ in range(self.rng.choice([2, 2, 3]))]
         super().__init__(*(Engine(num_blocks=n, depth=n % 2, **limits) for n in sizes))
 
-    def pair(self) -> list[Engine]:
+    def pick_two_engines(self) -> list[Engine]:
         return self.rng.sample(self.engines, 2)
 
-    def prompt(self) -> list[int]:
+    def random_prompt(self) -> list[int]:
         return [
             self.rng.randrange(VOCAB) for _ in range(self.rng.choice([8, 16, 24, 40]))
         ]
 
-    def complete(
+    def send_request(
         self,
         engine: Engine,
         name: str,
@@ -72,11 +72,11 @@ class Fleet(Group):
             assert engine.out.tokens(name, choice) == expected
 
     def run_legs_in_turn(self, call: str) -> Script:
-        """Sends as many prompts as a prefill server accepts together. The decode legs
-        begin when all prefill legs have finished."""
-        p, d = self.pair()
+        """Sends a call with one prompt, or with as many as a prefill server accepts
+        together. The decode legs begin when all prefill legs have finished."""
+        p, d = self.pick_two_engines()
         num_choices = self.rng.choice([1, 1, 1, 2])
-        prompts = [self.prompt() for _ in range(self.rng.choice([1, 1, 2, 4]))]
+        prompts = [self.random_prompt() for _ in range(self.rng.choice([1, 1, 2, 4]))]
         num_blocks = sum(len(prompt) for prompt in prompts) // 4
         max_blocks = p.core.scheduler.allocator.capacity // 2
         if self.batch_blocks[p] + num_blocks > max_blocks:
@@ -85,13 +85,13 @@ class Fleet(Group):
         self.batch_blocks[p] += num_blocks
         named = [(f"{call}-{index}", prompt) for index, prompt in enumerate(prompts)]
         for name, prompt in named:
-            self.complete(p, name, prompt, retain_kv=True, num_choices=num_choices)
+            self.send_request(p, name, prompt, retain_kv=True, num_choices=num_choices)
         yield lambda: all(
             len(p.out.terminals(name)) == num_choices for name, _ in named
         )
         self.batch_blocks[p] -= num_blocks
         for name, prompt in named:
-            self.complete(
+            self.send_request(
                 d,
                 f"d{name}",
                 prompt,
@@ -104,8 +104,8 @@ class Fleet(Group):
 
     def run_legs_concurrently(self, call: str) -> Script:
         """Sends both legs of a request with an offer, in random order."""
-        p, d = self.pair()
-        prompt = self.prompt()
+        p, d = self.pick_two_engines()
+        prompt = self.random_prompt()
         remote = p.offer(call, prompt)
         decode_leg: dict[str, Any] = {
             "engine": d,
@@ -120,31 +120,32 @@ class Fleet(Group):
             "transfer_id": remote.transfer_id,
         }
         for leg in self.rng.sample([prefill_leg, decode_leg], 2):
-            self.complete(prompt=prompt, **leg)
+            self.send_request(prompt=prompt, **leg)
         yield from self.check_answer(d, f"d{call}-0", prompt, 5)
 
     def run_with_lookup(self, call: str) -> Script:
-        """Sends a prompt, and then a longer one with a hint to another engine."""
-        a, b = self.pair()
-        prompt = self.prompt()
-        self.complete(a, f"{call}-0", prompt, 3)
+        """Sends a prompt to one engine. Then sends a longer prompt to another engine,
+        with a hint to the first engine."""
+        a, b = self.pick_two_engines()
+        prompt = self.random_prompt()
+        self.send_request(a, f"{call}-0", prompt, 3)
         yield from self.check_answer(a, f"{call}-0", prompt, 3)
-        longer = [*prompt, *self.prompt()][:50]
-        self.complete(b, f"d{call}-0", longer, 3, hint=a.hint(len(prompt)))
+        longer = [*prompt, *self.random_prompt()][:50]
+        self.send_request(b, f"d{call}-0", longer, 3, hint=a.hint(len(prompt)))
         yield from self.check_answer(b, f"d{call}-0", longer, 3)
 
     def run_with_migration(self, call: str) -> Script:
         """Migrates a stream to another engine."""
-        a, b = self.pair()
-        prompt = self.prompt()
+        a, b = self.pick_two_engines()
+        prompt = self.random_prompt()
         max_tokens = self.rng.randrange(4, 20)
-        self.complete(a, f"{call}-0", prompt, max_tokens)
+        self.send_request(a, f"{call}-0", prompt, max_tokens)
         yield lambda: len(a.out.tokens(f"{call}-0")) > 1
         a.core.round([Migrate(f"{call}-0")])
         yield lambda: a.out.terminals(f"{call}-0")
         tokens = a.out.tokens(f"{call}-0")
         if a.out.terminals(f"{call}-0")[0].finish_reason == MOVED:
-            self.complete(
+            self.send_request(
                 b,
                 f"d{call}-0",
                 prompt,
@@ -156,7 +157,7 @@ class Fleet(Group):
             tokens += b.out.tokens(f"d{call}-0")
         assert tokens == expected_output(prompt, max_tokens)
 
-    def check_calls(self, num_calls: int) -> None:
+    def run_random_calls(self, num_calls: int) -> None:
         """Runs random scripts until all have ended."""
         conditions: dict[Script, Callable[[], object]] = {}
         kinds = [
@@ -183,12 +184,12 @@ class Fleet(Group):
 @pytest.mark.parametrize("seed", range(12))
 def test_all_requests_of_random_legs_end_and_all_blocks_are_free_at_the_end(seed):
     with Fleet(seed) as fleet:
-        fleet.check_calls(20)
+        fleet.run_random_calls(20)
 
 
-def test_rest_of_a_call_with_leases_runs_before_a_request_that_does_not_fit(make):
+def test_rest_of_a_call_with_leases_runs_before_a_request_that_does_not_fit(make_group):
     """The leases of the call end only when all its prompts are computed."""
-    p, d = (group := make({"num_blocks": 21}, {"num_blocks": 21})).engines
+    p, d = (group := make_group({"num_blocks": 21}, {"num_blocks": 21})).engines
     prompts = [[index] * 20 for index in range(3)]
     urgent = [7] * 63
     p.core.round(
@@ -206,11 +207,13 @@ def test_rest_of_a_call_with_leases_runs_before_a_request_that_does_not_fit(make
     assert group.tokens_of(p, "urgent-0") == expected_output(urgent, 1)
 
 
-def test_deadlock_of_two_engines_is_broken_while_both_have_running_streams(make):
+def test_deadlock_of_two_engines_is_broken_while_both_have_running_streams(make_group):
     """Each engine waits for blocks that are leased to a waiting request of the other
     engine."""
     size = {"num_blocks": 161, "block_size": 16, "max_model_len": 2000}
-    a, b = (group := make(*[{**size, "max_num_batched_tokens": 1280}] * 2)).engines
+    a, b = (
+        group := make_group(*[{**size, "max_num_batched_tokens": 1280}] * 2)
+    ).engines
     # Each prompt takes half of a pool, and is leased by the other engine.
     prompts = {a: [7] * 1280, b: [8] * 1280}
     for lender, prompt in ((b, prompts[a]), (a, prompts[b])):

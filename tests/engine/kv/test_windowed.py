@@ -2,8 +2,8 @@
 to each other.
 
 In the shadow KV cache, the content of a slot depends on all tokens before it. A missing
-block, or a block of another text, therefore changes the tokens. A pull that is refused
-because a block is missing is a fault as well.
+block, or a block of another text, therefore changes the tokens. A test also fails if a
+pull is refused because a block is missing.
 """
 
 import random
@@ -93,8 +93,8 @@ def test_prefix_of_a_model_with_other_windows_is_computed_locally():
 
 
 def test_lease_with_too_few_blocks_for_all_choices_does_not_open_the_circuit():
-    """A router may send its prefill leg with one choice only. The prompt is then
-    computed by D, and later pulls from the lender are allowed.
+    """A router may request one choice of the prefill leg, but three of the decode leg.
+    D then computes the prompt, and later pulls from the lender are allowed.
     """
     limits = {"settings": PullSettings(backoff_min_s=60.0)}
     with Group(
@@ -128,12 +128,13 @@ def test_longer_prefix_that_is_cached_during_a_lookup_is_used_without_a_pull():
 
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=10, deadline=None)
-# A pull began in the middle of a block, which was later a hit of another prompt.
+# Once failed: a pull began in the middle of a block, which another prompt later found
+# in the prefix cache.
 @example(5)
-# Choices continued from before the window of a prefix on another engine.
+# Once failed: choices continued before the window of a prefix on another engine.
 @example(0)
 def test_leases_contain_all_blocks_that_the_borrower_needs(seed: int) -> None:
-    """Runs random requests in the smallest pools that allow such sequences."""
+    """Runs random requests in the smallest pools that an engine accepts."""
     rng = random.Random(seed)
     groups = rng.choice(GROUPS)
     sizes = [rng.choice([1, 2, 3, 4, 8]) for _ in range(2)]
@@ -171,7 +172,7 @@ def test_leases_contain_all_blocks_that_the_borrower_needs(seed: int) -> None:
                     options["remote"] = a.reference(name)
                     if kind != "lend":
                         options["remote"].first_tokens.clear()
-                    if kind == "resume":  # the client has some tokens of some choices
+                    if kind == "resume":  # the client has some tokens already
                         options["resumed_choices"] = [
                             ResumedChoice(
                                 windowed_output(

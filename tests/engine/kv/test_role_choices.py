@@ -148,8 +148,8 @@ def test_request_that_only_scores_receives_no_first_token(pair):
 
 @pytest.mark.parametrize("length", [3, 6, 7, 11])
 def test_first_choice_may_be_aborted_while_its_prompt_is_recomputed(pair, length):
-    """The first token may fill a block. A launched step then computes this token with
-    the prompt."""
+    """The step that recomputes the prompt may also compute the first token, if this
+    token fills a block."""
     prompt = PROMPT[:length]
     for num_rounds in range(4):
         prompt = [num_rounds, *prompt[1:]]

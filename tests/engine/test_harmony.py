@@ -91,7 +91,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      []),
     (f"{FINAL}2<|return|><|start|>user<|message|>3", "", "2\n\n3", []),
     (" to=functions.add <|constrain|>json<|message|>{}<|call|>", "", "",
-     [("add", "{}")]),
+     [("add", "{}")])
 ]  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def characters_of(text: str) -> list[str]:
     return list(text)
 
 
-def parse_pieces(
+def parse(
     pieces: list[str], tools: Tools = TOOLS
 ) -> tuple[str, str, list[tuple[str, str]]]:
     parser = HarmonyParser("", {}, tools.mode == "auto")
@@ -126,7 +126,7 @@ def test_answer_is_read_the_same_in_any_pieces(text, reasoning, content, calls):
     cuts = [["".join(chars)], chars]
     cuts += [["".join(chars[:i]), "".join(chars[i:])] for i in range(len(chars))]
     for pieces in cuts:
-        assert parse_pieces(pieces) == (reasoning, content, calls), pieces
+        assert parse(pieces) == (reasoning, content, calls), pieces
 
 
 def test_any_text_is_read_the_same_in_any_pieces_and_no_tag_is_text():
@@ -138,20 +138,20 @@ def test_any_text_is_read_the_same_in_any_pieces_and_no_tag_is_text():
     )))]  # fmt: skip
     for _ in range(3000):
         text = "".join(rng.choices(words, k=rng.randrange(9)))
-        parsed_at_once = parse_pieces([text])
-        assert parse_pieces([*text]) == parsed_at_once
+        parsed = parse([text])
+        assert parse([*text]) == parsed
         # Tags are lone surrogates, which cannot be encoded.
-        json.dumps(parsed_at_once, ensure_ascii=False).encode()
-        assert text.count("Xy zw") == str(parsed_at_once).count("Xy zw"), (
+        json.dumps(parsed, ensure_ascii=False).encode()
+        assert text.count("Xy zw") == str(parsed).count("Xy zw"), (
             "no text is lost or repeated"
         )
 
 
 def test_call_is_text_where_no_tool_may_be_called():
     chars = characters_of(f"{THINK}a{START}{CALL}{{}}<|end|>")
-    assert parse_pieces(chars, Tools((TOOL,), "none")) == ("a", "{}", [])
+    assert parse(chars, Tools((TOOL,), "none")) == ("a", "{}", [])
     chars = characters_of("<|channel|>analysis to=python code<|message|>1+1<|end|>")
-    assert parse_pieces(chars, Tools()) == ("1+1", "", [])
+    assert parse(chars, Tools()) == ("1+1", "", [])
 
 
 # -- over HTTP -------------------------------------------------------------------------
@@ -178,8 +178,8 @@ STOPPED = {"finish_reason": "stop"}
          ("final", "A final "), "stop", 6),
         (f"{THINK}I END", {"stop": ["END", "analysis"]}, ("I ", ""), "stop", 6),
         (f"{THINK}A{START}{FINAL}Bo", {"stop": ["A<"], "min_tokens": 8}, ("A", "Bo"),
-         "stop", 2),
-    ],
+         "stop", 2)
+    ]
 )  # fmt: skip
 async def test_harmony_answer_is_the_same_with_and_without_a_stream(
     harmony, text, request_fields, expected, finish_reason, num_reasoning
@@ -202,11 +202,9 @@ async def test_harmony_answer_is_the_same_with_and_without_a_stream(
         content = "".join(delta.get("content", "") for delta in deltas)
         assert (reasoning or None, content) == (expected[0], expected[1] or "")
         pieces = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        streamed_arguments = "".join(piece["function"]["arguments"] for piece in pieces)
+        streamed_text = "".join(piece["function"]["arguments"] for piece in pieces)
         assert len(pieces) > len(calls) or not calls
-        assert streamed_arguments == "".join(
-            call["function"]["arguments"] for call in calls
-        )
+        assert streamed_text == "".join(call["function"]["arguments"] for call in calls)
         assert streamed[-1]["choices"][0]["finish_reason"] == finish_reason
 
 
@@ -238,10 +236,8 @@ async def test_each_choice_is_read_separately_and_logprobs_cover_all_tokens(harm
             ("2", "2"),
         ]
         for choice, choice_ids in zip(choices, ids, strict=True):
-            token_texts = [
-                bytes(token["bytes"]).decode()
-                for token in choice["logprobs"]["content"]
-            ]
+            tokens = choice["logprobs"]["content"]
+            token_texts = [bytes(token["bytes"]).decode() for token in tokens]
             assert "".join(token_texts) == harmony.decode_all(choice_ids)
 
 
@@ -265,14 +261,12 @@ async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
     async with serving_harmony(
         harmony, text_script(harmony, text, **STOPPED)
     ) as server:
-        parsed_at_once = (await server.http.post("/v1/responses", json=request)).json()
-        kinds = [item["type"] for item in parsed_at_once["output"]]
+        response = (await server.http.post("/v1/responses", json=request)).json()
+        kinds = [item["type"] for item in response["output"]]
         assert kinds == ["reasoning", "message", "function_call"]
-        thought, output_message, call = parsed_at_once["output"]
-        assert (
-            thought["content"][0]["text"],
-            output_message["content"][0]["text"],
-        ) == ("I.", "Wait.")
+        thought, message, call = response["output"]
+        texts = [item["content"][0]["text"] for item in (thought, message)]
+        assert texts == ["I.", "Wait."]
         assert (call["name"], call["arguments"]) == ("add", "{}")
         # The prompt of the next turn contains the items as the model wrote them.
         output = {
@@ -282,24 +276,18 @@ async def test_responses_have_items_for_reasoning_text_and_calls(harmony):
         }
         again = {
             **request,
-            "input": [
-                {"role": "user", "content": "Hi"},
-                *parsed_at_once["output"],
-                output,
-            ],
+            "input": [{"role": "user", "content": "Hi"}, *response["output"], output],
         }
         assert (await server.http.post("/v1/responses", json=again)).status_code == 200
         prompt = harmony.decode_all(server.engine.added[-1].token_ids)
-        expected_text = text.replace(
-            "<|channel|>commentary to=functions.add <|constrain|>",
-            " to=functions.add<|channel|>commentary ",
-        )
+        old_head = "<|channel|>commentary to=functions.add <|constrain|>"
+        expected = text.replace(old_head, " to=functions.add<|channel|>commentary ")
         result = (
             "<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
             '"3"<|end|>'
         )
         assert prompt.endswith(
-            f"<|start|>assistant{expected_text}{result}<|start|>assistant"
+            f"<|start|>assistant{expected}{result}<|start|>assistant"
         )
 
 

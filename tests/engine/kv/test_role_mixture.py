@@ -76,8 +76,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 def _expected(
     compiler: GrammarCompiler, request: AddRequest, choice: int, limit: int
 ) -> tuple[list[int], str | None]:
-    """Returns the expected tokens, and "error" if the grammar allows no next token, or
-    else None."""
+    """Returns the expected tokens, and "error" if the grammar allows no next token."""
     prompt = request.token_ids
     stop = request.stop_token_ids
     min_tokens = request.sampling.min_tokens
@@ -311,18 +310,15 @@ class _Mixture:
         return self._with_remote(request) if rng.random() < 0.7 else request
 
     def _as_resumed(self, request: AddRequest) -> AddRequest:
-        """Returns the request as the proxy resumes it after a failover. Some of the
-        choices may have ended."""
+        """Returns the request as resumed after a failover. Some choices have ended."""
         resumed = []
         for choice in range(request.num_choices):
-            tokens, grammar_error = self._expected(request, choice)
+            tokens, error = self._expected(request, choice)
             num_sent = self.rng.choice(
                 [0, len(tokens), self.rng.randint(0, len(tokens))]
             )
             has_ended = (
-                num_sent == len(tokens)
-                and grammar_error is None
-                and self.rng.random() < 0.9
+                num_sent == len(tokens) and error is None and self.rng.random() < 0.9
             )
             resumed.append(ResumedChoice(tokens[:num_sent], has_ended))
         if all(choice.has_ended for choice in resumed):
@@ -423,7 +419,7 @@ class _Mixture:
         if errors:
             assert errors == ends[-1:]
             assert self._may_fail(request, ends[-1]) or "error" in [
-                grammar_error for _, grammar_error in expected
+                error for _, error in expected
             ]
         else:
             assert sorted(end.choice for end in ends) == [
@@ -431,12 +427,12 @@ class _Mixture:
             ]
         aborted = {end.choice for end in ends if end.finish_reason in (None, "abort")}
         assert errors or aborted <= self.aborted.get(name, set())
-        for choice, (expected_tokens, grammar_error) in enumerate(expected):
+        for choice, (expected_tokens, error) in enumerate(expected):
             tokens = resumed[choice].token_ids + self.out.tokens(name, choice)
             if errors or choice in aborted:
                 assert tokens == expected_tokens[: len(tokens)]
             else:
-                assert tokens == expected_tokens and grammar_error is None
+                assert tokens == expected_tokens and error is None
         self._check_scores(request, is_complete=not errors and 0 not in aborted)
         for end in ends:
             self._check_usage(request, end)

@@ -426,9 +426,8 @@ async def test_engine_that_scores_too_few_tokens_is_an_error(tokenizer):
     ) as server:
         response = await server.post(prompt_logprobs=0)
         assert response.status_code == 500
-        assert (
-            "scored 1 of the prompt's 2 tokens" in response.json()["error"]["message"]
-        )
+        message = response.json()["error"]["message"]
+        assert "logprobs for 1 of the prompt's 2 tokens" in message
 
 
 # -- several prompts and choices -------------------------------------------------------

@@ -46,8 +46,8 @@ def fleet(request):
     d = partial(start_decode, model, *borrows)
     small = ["--block-size", str(BLOCK_TOKENS // 2)]
     large = ["--block-size", str(BLOCK_TOKENS)]
-    # With --dcp 2, a block holds twice as many tokens, so block sizes fit only if P's
-    # is small.
+    # A decode server with --dcp needs prefill blocks that are no larger than its own
+    # blocks on one rank.
     size = small if "--dcp" in last_options else large
     starts = [
         partial(p, *small),

@@ -27,7 +27,7 @@ _KINDS: list[dict[str, Any]] = [
 ]
 
 
-def drawn(
+def draw_tokens(
     logits: torch.Tensor, device: str, **options: Any
 ) -> tuple[torch.Tensor, Any]:
     params = [
@@ -50,8 +50,8 @@ def test_mixed_rows_draw_the_same_tokens_as_on_the_cpu(vocab, width):
     logits = torch.randn(45, vocab, generator=generator) * width
     # The logits are rounded to make ties, also at the limits of top_k and top_p.
     logits[9:] = (logits[9:] * 8).round() / 8
-    on_gpu, _ = drawn(logits, "cuda")
-    on_cpu, _ = drawn(logits, "cpu")
+    on_gpu, _ = draw_tokens(logits, "cuda")
+    on_cpu, _ = draw_tokens(logits, "cpu")
     assert on_gpu.tolist() == on_cpu.tolist()
 
 
@@ -62,11 +62,11 @@ def test_nan_and_infinite_logits_draw_the_same_tokens_as_on_the_cpu():
         logits[kind, 500] = float("-inf")
         logits[9 + kind, [3, 900]] = float("inf")
         logits[18 + kind] = float("nan") if kind % 2 else float("-inf")
-    on_cpu, _ = drawn(logits, "cpu")
-    on_gpu, _ = drawn(logits, "cuda")
+    on_cpu, _ = draw_tokens(logits, "cpu")
+    on_gpu, _ = draw_tokens(logits, "cuda")
     assert on_gpu.tolist() == on_cpu.tolist()
-    _, expected = drawn(logits, "cpu", num_logprobs=2)
-    with_logprobs, logprobs = drawn(logits, "cuda", num_logprobs=2)
+    _, expected = draw_tokens(logits, "cpu", num_logprobs=2)
+    with_logprobs, logprobs = draw_tokens(logits, "cuda", num_logprobs=2)
     assert with_logprobs.tolist() == on_cpu.tolist()
     torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=1e-4)
 
@@ -88,7 +88,7 @@ def _shapes(is_first: bool) -> StepShapes:
 def _draws(device: str, masks: Any) -> list[list[int]]:
     shaper = LogitShaper(VOCAB, 21, device)
     random = torch.Generator().manual_seed(2)
-    drawn = []
+    draw_tokens = []
     for position in range(12):
         logits = torch.randn(ROWS, VOCAB, generator=random).to(device)
         params = [SamplingParams(temperature=0.0)] * ROWS
@@ -96,8 +96,8 @@ def _draws(device: str, masks: Any) -> list[list[int]]:
         shaping = shaper.prepare(_shapes(position == 0))
         if masks is not None:
             shaping = shaper.masked(shaping, masks)
-        drawn.append(sample(logits, batch, shaping).token_ids.tolist())
-    return drawn
+        draw_tokens.append(sample(logits, batch, shaping).token_ids.tolist())
+    return draw_tokens
 
 
 @pytest.mark.parametrize("masked", [False, True])

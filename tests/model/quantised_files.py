@@ -30,7 +30,7 @@ def in_groups(weight: Tensor, size: int) -> Quantized:
     return replace(weight_groups, codes=codes, scales=scales, group=size)
 
 
-def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+def pack_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Packs codes of 4 bits [n, 8 m] to int32 [n, m].
 
     Args:
@@ -41,7 +41,7 @@ def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     return (packed_words - (packed_words >> 31 << 32)).to(torch.int32)
 
 
-def fp8(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
+def fp8_writer(block: tuple[int, int], suffix: str) -> Callable[[Tensor], Written]:
     def write(weight: Tensor) -> Written:
         height, width = weight.shape
         block_height = min(block[0], height)
@@ -76,17 +76,17 @@ def _random_int4(
     return codes, scales, zeros, exact
 
 
-def packed(*, has_zeros: bool) -> Callable[[Tensor], Written]:
+def packed_writer(*, has_zeros: bool) -> Callable[[Tensor], Written]:
     def write(weight: Tensor) -> Written:
         codes, scales, zeros, exact = _random_int4(weight)
         tensors = {
-            ".weight_packed": words(codes),
+            ".weight_packed": pack_words(codes),
             ".weight_scale": scales,
             ".weight_shape": torch.tensor(weight.shape),
         }
         if has_zeros:
             tensors[".weight_zero_point"] = (
-                words(zeros.t().contiguous()).t().contiguous()
+                pack_words(zeros.t().contiguous()).t().contiguous()
             )
         else:
             exact = (codes - 8).double() * scales.double().repeat_interleave(GROUP, 1)
@@ -99,14 +99,16 @@ def awq(weight: Tensor) -> Written:
     codes, scales, zeros, exact = _random_int4(weight)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     tensors = {
-        ".qweight": words(codes.t().contiguous(), order),
-        ".qzeros": words(zeros.t().contiguous(), order),
+        ".qweight": pack_words(codes.t().contiguous(), order),
+        ".qzeros": pack_words(zeros.t().contiguous(), order),
         ".scales": scales.t().contiguous(),
     }
     return tensors, exact
 
 
-def gptq(*, zero_offset: int, shuffles: bool = False) -> Callable[[Tensor], Written]:
+def gptq_writer(
+    *, zero_offset: int, shuffles: bool = False
+) -> Callable[[Tensor], Written]:
     """Returns a writer of gptq.
 
     Args:
@@ -119,8 +121,8 @@ def gptq(*, zero_offset: int, shuffles: bool = False) -> Callable[[Tensor], Writ
         index = index[torch.randperm(len(index))] if shuffles else index
         codes, scales, zeros, exact = _random_int4(weight, index)
         tensors = {
-            ".qweight": words(codes).t().contiguous(),
-            ".qzeros": words((zeros - zero_offset).t().contiguous()),
+            ".qweight": pack_words(codes).t().contiguous(),
+            ".qzeros": pack_words((zeros - zero_offset).t().contiguous()),
             ".scales": scales.t().contiguous(),
             ".g_idx": index.int(),
             ".bias": torch.zeros(len(weight)).half(),
@@ -156,34 +158,40 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "fp8 blocks": (
         {"quant_method": "fp8", "weight_block_size": [24, 40]},
-        fp8((24, 40), "_scale_inv"),
+        fp8_writer((24, 40), "_scale_inv"),
     ),
     "fp8 rows": (
         {"quant_method": "compressed-tensors", **_FP8_GROUPS},
-        fp8((1, 999), "_scale"),
+        fp8_writer((1, 999), "_scale"),
     ),
     "fp8 tensors": (
         {"quant_method": "modelopt", "quant_algo": "FP8"},
-        fp8((999, 999), "_scale"),
+        fp8_writer((999, 999), "_scale"),
     ),
     "packed": (
         {"quant_method": "compressed-tensors", **_INT4_GROUPS},
-        packed(has_zeros=False),
+        packed_writer(has_zeros=False),
     ),
     "packed with zeros": (
         {"quant_method": "compressed-tensors", **_INT4_GROUPS},
-        packed(has_zeros=True),
+        packed_writer(has_zeros=True),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
         awq,
     ),
-    "gptq": (_GPTQ, gptq(zero_offset=1)),
-    "gptq version 2": ({**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(zero_offset=0)),
-    "gptq of transformers 5": ({**_GPTQ, "format": "gptq_v2"}, gptq(zero_offset=0)),
+    "gptq": (_GPTQ, gptq_writer(zero_offset=1)),
+    "gptq version 2": (
+        {**_GPTQ, "checkpoint_format": "gptq_v2"},
+        gptq_writer(zero_offset=0),
+    ),
+    "gptq of transformers 5": (
+        {**_GPTQ, "format": "gptq_v2"},
+        gptq_writer(zero_offset=0),
+    ),
     "gptq with shuffled columns": (
         {**_GPTQ, "desc_act": True},
-        gptq(zero_offset=1, shuffles=True),
+        gptq_writer(zero_offset=1, shuffles=True),
     ),
 }
 

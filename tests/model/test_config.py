@@ -45,7 +45,7 @@ GLM = {"architectures": ["GlmForCausalLM"], "head_dim": 8}
 ORIGINAL = "original_max_position_embeddings"
 
 
-def scaled(**scaling):
+def with_rope_scaling(**scaling):
     return {"rope_scaling": scaling}
 
 
@@ -104,7 +104,10 @@ def test_kv_geometry_of_grouped_and_latent_attention():
             "chunks.*nearest that is served is LlamaFor",
         ),
         ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
-        (scaled(type="ntk", factor=2.0), "ntk.*default, linear, dynamic, llama3"),
+        (
+            with_rope_scaling(type="ntk", factor=2.0),
+            "ntk.*default, linear, dynamic, llama3",
+        ),
         (
             {"layer_types": ["chunked_attention"] * 2},
             "layer_types.*chunked.*full_attention",
@@ -133,7 +136,7 @@ def test_kv_geometry_of_grouped_and_latent_attention():
             {
                 **DEEPSEEK,
                 "partial_rotary_factor": 0.5,
-                **scaled(type="linear", factor=2.0),
+                **with_rope_scaling(type="linear", factor=2.0),
             },
             'partial_rotary_factor 0.5 of rope type "linear"',
         ),
@@ -191,19 +194,22 @@ def test_windows_of_layers_are_read_as_by_transformers(name, change, windows):
         ({"head_dim": -8}, "head_dim is -8"),
         ({"rms_norm_eps": "x"}, 'rms_norm_eps is "x", expected a number above 0'),
         ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
-        (scaled(type="linear"), "factor"),
+        (with_rope_scaling(type="linear"), "factor"),
         (
             {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-                **scaled(factor=2.0),
+                **with_rope_scaling(factor=2.0),
             },
             "rope_scaling and rope_parameters contradict each other: put {.*2.0} into "
             "rope_parameters",
         ),
-        (scaled(type="llama3", factor=8.0), "low_freq_factor"),
-        (scaled(type="yarn", factor=float("nan")), "factor is NaN, expected a num"),
+        (with_rope_scaling(type="llama3", factor=8.0), "low_freq_factor"),
         (
-            scaled(type="yarn", **{ORIGINAL: -1}),
+            with_rope_scaling(type="yarn", factor=float("nan")),
+            "factor is NaN, expected a num",
+        ),
+        (
+            with_rope_scaling(type="yarn", **{ORIGINAL: -1}),
             f"{ORIGINAL} is -1, expected a number above 0",
         ),
         ({"head_dim": 63}, "head_dim is 63, expected an even number"),
@@ -239,7 +245,10 @@ def test_windows_of_layers_are_read_as_by_transformers(name, change, windows):
             {**GLM, "partial_rotary_factor": 1.5},
             "partial_rotary_factor 1.5 of head_dim 8 rotates 12",
         ),
-        (scaled(type="longrope", long_factor=[1.0]), "short_factor .* has 0 numb"),
+        (
+            with_rope_scaling(type="longrope", long_factor=[1.0]),
+            "short_factor .* has 0 numb",
+        ),
         (
             {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
             "has 1 entries for 2 ",

@@ -55,54 +55,66 @@ DEEPSEEK = {
 NO_KV_HEADS = {"num_attention_heads": 32, "head_dim": 8}
 
 
-def flat(**rope):
+def with_rope_parameters(**rope):
     return {"rope_parameters": rope}
 
 
-def by_kind(full, sliding=None):
+def with_ropes_by_kind(full, sliding=None):
     return {"rope_parameters": {FULL: full, **({LOCAL: sliding} if sliding else {})}}
 
 
 READ = {
     # Places of original_max_position_embeddings ("original"), inside and outside of the
     # rope parameters.
-    "phi3: original inside only": ("Phi3", flat(**LONG, **{ORIGINAL: 32})),
-    "phi3: original outside only": ("Phi3", {**flat(**LONG), ORIGINAL: 32}),
-    "phi3: two originals": ("Phi3", {**flat(**LONG, **{ORIGINAL: 64}), ORIGINAL: 32}),
-    "llama: two originals": ("Llama", {**flat(**YARN), ORIGINAL: 16}),
+    "phi3: original inside only": (
+        "Phi3",
+        with_rope_parameters(**LONG, **{ORIGINAL: 32}),
+    ),
+    "phi3: original outside only": (
+        "Phi3",
+        {**with_rope_parameters(**LONG), ORIGINAL: 32},
+    ),
+    "phi3: two originals": (
+        "Phi3",
+        {**with_rope_parameters(**LONG, **{ORIGINAL: 64}), ORIGINAL: 32},
+    ),
+    "llama: two originals": ("Llama", {**with_rope_parameters(**YARN), ORIGINAL: 16}),
     "gemma3: original inside": (
         "Gemma3",
-        {**by_kind({**LONG, ORIGINAL: 32}), **EVERY_SECOND},
+        {**with_ropes_by_kind({**LONG, ORIGINAL: 32}), **EVERY_SECOND},
     ),
     "gemma3: two originals": (
         "Gemma3",
-        {**by_kind(YARN), ORIGINAL: 64, **EVERY_SECOND},
+        {**with_ropes_by_kind(YARN), ORIGINAL: 64, **EVERY_SECOND},
     ),
     # Which rope_theta is used.
-    "llama: no theta": ("Llama", flat(rope_type="linear", factor=2.0)),
-    "smollm3: no theta": ("SmolLM3", flat(rope_type="default")),
+    "llama: no theta": ("Llama", with_rope_parameters(rope_type="linear", factor=2.0)),
+    "smollm3: no theta": ("SmolLM3", with_rope_parameters(rope_type="default")),
     "gemma3: no theta": (
         "Gemma3",
-        {**by_kind({"rope_type": "default"}, {"rope_type": "default"}), **EVERY_SECOND},
+        {
+            **with_ropes_by_kind({"rope_type": "default"}, {"rope_type": "default"}),
+            **EVERY_SECOND,
+        },
     ),
     "gemma3: theta outside": (
         "Gemma3",
         {
             "rope_theta": 300.0,
             "rope_local_base_freq": 50.0,
-            **by_kind({"rope_type": "default"}),
+            **with_ropes_by_kind({"rope_type": "default"}),
             **EVERY_SECOND,
         },
     ),
     "olmo3: theta inside": (
         "Olmo3",
-        by_kind({"rope_theta": 300.0}, {"rope_theta": 700.0}),
+        with_ropes_by_kind({"rope_theta": 300.0}, {"rope_theta": 700.0}),
     ),
     # Rotation of only a part of each head.
     "glm: an odd part": ("Glm", {"partial_rotary_factor": 0.4, "head_dim": 8}),
     "glm4: an odd part, llama3": (
         "Glm4",
-        flat(
+        with_rope_parameters(
             rope_type="llama3",
             factor=4.0,
             low_freq_factor=1.0,
@@ -207,13 +219,13 @@ READ = {
 REFUSED = {
     "gemma3: original outside only": (
         "Gemma3",
-        {**by_kind(LONG), ORIGINAL: 32, **EVERY_SECOND},
+        {**with_ropes_by_kind(LONG), ORIGINAL: 32, **EVERY_SECOND},
         rf"{ORIGINAL} is 32 outside of rope_parameters"
         r".*put it next to the rope_type .*longrope",
     ),
     "olmo3: original outside only": (
         "Olmo3",
-        {**by_kind(LONG, {"rope_theta": 1e4}), ORIGINAL: 32},
+        {**with_ropes_by_kind(LONG, {"rope_theta": 1e4}), ORIGINAL: 32},
         rf"{ORIGINAL} is 32 outside of rope_parameters",
     ),
     "olmo3: theta outside": (
@@ -229,7 +241,7 @@ REFUSED = {
     ),
     "gemma3: one rope": (
         "Gemma3",
-        flat(**YARN),
+        with_rope_parameters(**YARN),
         "rope_parameters is .*yarn.*object for each of full_attention",
     ),
     "gemma3: type": (
@@ -239,48 +251,56 @@ REFUSED = {
     ),
     "llama: a rope by kind": (
         "Llama",
-        by_kind(YARN),
+        with_ropes_by_kind(YARN),
         "rope_parameters by kind of layer in this architecture",
     ),
     "llama: another rope_theta": (
         "Llama",
-        {**flat(rope_theta=5e5), "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {
+            **with_rope_parameters(rope_theta=5e5),
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+        },
         "rope_scaling and rope_parameters contradict each other",
     ),
     "phi3: linear": (
         "Phi3",
-        flat(rope_type="linear", factor=2.0),
+        with_rope_parameters(rope_type="linear", factor=2.0),
         '"linear" is not supported; .*longrope',
     ),
     "llama: su": (
         "Llama",
-        flat(**{**LONG, "rope_type": "su"}),
+        with_rope_parameters(**{**LONG, "rope_type": "su"}),
         '"su" is not supported',
     ),
     "llama: a part, linear": (
         "Llama",
-        flat(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
+        with_rope_parameters(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
         'partial_rotary_factor 0.5 of rope type "linear" in this architecture',
     ),
     "glm: an odd part, yarn": (
         "Glm",
-        flat(**YARN, partial_rotary_factor=0.4),
+        with_rope_parameters(**YARN, partial_rotary_factor=0.4),
         "expected an even number",
     ),
     "olmo3: truncate": (
         "Olmo3",
-        by_kind({**YARN, "truncate": False}),
+        with_ropes_by_kind({**YARN, "truncate": False}),
         "truncate false of rope type yarn",
     ),
     "llama: factors of llama3": (
         "Llama",
-        flat(rope_type="llama3", factor=4.0, low_freq_factor=4.0, high_freq_factor=1.0),
+        with_rope_parameters(
+            rope_type="llama3", factor=4.0, low_freq_factor=4.0, high_freq_factor=1.0
+        ),
         "high_freq_factor of rope type llama3 is 1, expected a number above "
         "low_freq_factor 4",
     ),
     "deepseek: mscale_all_dim": (
         "DeepseekV3",
-        {**DEEPSEEK, **flat(rope_type="linear", factor=2.0, mscale_all_dim=1.0)},
+        {
+            **DEEPSEEK,
+            **with_rope_parameters(rope_type="linear", factor=2.0, mscale_all_dim=1.0),
+        },
         'mscale_all_dim of rope type "linear"',
     ),
     "gemma3: soft cap": (

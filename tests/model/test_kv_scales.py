@@ -30,7 +30,7 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> ModelConfig:
     return load_config(folder)
 
 
-def named(
+def make_scales(
     k: str, v: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Returns scales with the names `k` and `v`: 0.25 and 0.5 of layer 0, 1.25 and 1.5
@@ -63,7 +63,7 @@ def test_scales_of_a_checkpoint_are_read_and_are_not_unused_weights(
 ):
     plain = fingerprint(load_config(checkpoint), checkpoint)
     unused = {"model.layers.0.self_attn.q_scale": torch.tensor(2.0)}
-    config = add(checkpoint, {**named(k, v, shape, dtype), **unused})
+    config = add(checkpoint, {**make_scales(k, v, shape, dtype), **unused})
     assert resolve_scales(None, config, checkpoint) == (0.25, 0.5, 1.25, 1.5)
     load(checkpoint)
     assert fingerprint(config, checkpoint) != plain
@@ -152,7 +152,7 @@ def test_invalid_option_is_refused_by_name(tmp_path, content, message):
     ],
 )
 def test_checkpoint_with_invalid_scales_is_refused(checkpoint, changes, message):
-    scales = {**named("k_scale", "v_scale", (), torch.float32), **changes}
+    scales = {**make_scales("k_scale", "v_scale", (), torch.float32), **changes}
     config = add(checkpoint, {name: t for name, t in scales.items() if t is not None})
     with pytest.raises(InvalidScales, match=message):
         resolve_scales(None, config, checkpoint)

@@ -22,7 +22,7 @@ from model.quantization.stored import StoredWeights
 from model.sizes import fingerprint, weight_bytes
 from model.weights import WeightLoader
 from tests.model.dense import DenseAttention
-from tests.model.quantised_files import FORMATS, fp8, mxfp4, rewrite, save_plain
+from tests.model.quantised_files import FORMATS, fp8_writer, mxfp4, rewrite, save_plain
 from tests.model.random_models import load, make
 
 IDS = torch.arange(3, 19)
@@ -104,8 +104,8 @@ def test_groups_of_layers_in_fp8_may_have_scales_for_blocks_or_for_rows(
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     config_groups = {f"group_{n}": group for n, group in enumerate(groups)}
     config = {"quant_method": "compressed-tensors", "config_groups": config_groups}
-    write_blocks = fp8((24, 40), "_scale")
-    write_rows = fp8((1, 999), "_scale")
+    write_blocks = fp8_writer((24, 40), "_scale")
+    write_rows = fp8_writer((1, 999), "_scale")
 
     def write(weight):
         is_mlp = WIDE["intermediate_size"] in weight.shape

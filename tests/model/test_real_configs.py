@@ -156,39 +156,60 @@ def test_published_model_has_the_published_number_of_weights(name: str) -> None:
 
 
 def test_values_of_published_configs_are_read() -> None:
-    def of(name: str) -> ModelConfig:
+    def parse_published(name: str) -> ModelConfig:
         return parse_config(MODELS[name][1])
 
-    kimi = of("Kimi-K2").moe
-    v3 = of("DeepSeek-V3").moe
+    kimi = parse_published("Kimi-K2").moe
+    v3 = parse_published("DeepSeek-V3").moe
     assert kimi and v3 and (kimi.num_groups, v3.num_groups, v3.topk_groups) == (1, 8, 4)
     assert kimi.is_normalized and kimi.routed_scaling_factor == 2.827
-    stored = of("DeepSeek-V3").quantization
-    assert stored and stored.block == (128, 128) and of("phi-4").quantization is None
-    assert of("DeepSeek-V3").draft_layers == 1 and v3.dense_layers == (0, 1, 2)
-    assert (of("GLM-4.5").qk_norm, of("GLM-4.5-Air").qk_norm) == ("head", "")
-    assert (of("GLM-4.5").rope.dim, of("GLM-4-9B-0414").rope.interleaved) == (64, True)
-    mini = of("Phi-4-mini").rope
+    stored = parse_published("DeepSeek-V3").quantization
+    assert (
+        stored
+        and stored.block == (128, 128)
+        and parse_published("phi-4").quantization is None
+    )
+    assert parse_published("DeepSeek-V3").draft_layers == 1 and v3.dense_layers == (
+        0,
+        1,
+        2,
+    )
+    assert (
+        parse_published("GLM-4.5").qk_norm,
+        parse_published("GLM-4.5-Air").qk_norm,
+    ) == ("head", "")
+    assert (
+        parse_published("GLM-4.5").rope.dim,
+        parse_published("GLM-4-9B-0414").rope.interleaved,
+    ) == (64, True)
+    mini = parse_published("Phi-4-mini").rope
     assert mini.dim == 96
     assert mini.divisors[0] == 8.0
     assert round(mini.attention_factor or 0, 4) == 1.1902
-    assert of("DeepSeek-R1-0528-Qwen3-8B").rope.attention_factor == pytest.approx(1)
-    assert of("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
-    assert of("granite-3.3-8b").score_scale == 0.0078125
-    assert of("gemma-7b").activation == "gelu_tanh"
+    assert parse_published(
+        "DeepSeek-R1-0528-Qwen3-8B"
+    ).rope.attention_factor == pytest.approx(1)
+    assert parse_published("SmolLM3-3B").layer_ropes[:5] == (0, 0, 0, NOT_ROTATED, 0)
+    assert parse_published("granite-3.3-8b").score_scale == 0.0078125
+    assert parse_published("gemma-7b").activation == "gelu_tanh"
     windows = [
-        of(name).layer_windows for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")
+        parse_published(name).layer_windows
+        for name in ("gemma-2-9b", "gemma-3-1b", "gpt-oss-20b")
     ]
     assert [each[:7].count(None) for each in windows] == [3, 1, 3]
-    assert of("gpt-oss-20b").rope.rope_type == "yarn"
-    assert not of("gpt-oss-20b").rope.truncate
-    olmo = of("OLMo-3-7B")
+    assert parse_published("gpt-oss-20b").rope.rope_type == "yarn"
+    assert not parse_published("gpt-oss-20b").rope.truncate
+    olmo = parse_published("OLMo-3-7B")
     assert [rope.rope_type for rope in olmo.ropes] == ["yarn", "default"]
     assert olmo.window_of(0)
     assert {rope.theta for rope in olmo.ropes} == {500000.0}
     assert olmo.layer_ropes[:4] == (1, 1, 1, 0)
     assert [next(filter(None, each)) for each in windows] == [4096, 512, 128]
-    assert of("Phi-4-mini").layer_windows == () == of("Qwen3-30B-A3B").layer_windows
+    assert (
+        parse_published("Phi-4-mini").layer_windows
+        == ()
+        == parse_published("Qwen3-30B-A3B").layer_windows
+    )
     phi = parse_config({**MODELS["phi-4"][1], "sliding_window": 2047})
     assert phi.window_of(39) == 2047
 

@@ -54,7 +54,7 @@ def compat(**changes: Any) -> CompatRecord:
     return replace(COMPAT, **changes)
 
 
-def fp8(**changes: Any) -> CompatRecord:
+def fp8_compat(**changes: Any) -> CompatRecord:
     return compat(**{"kv_dtype": "float8_e4m3fn", "kv_scales": (1.0,) * 6, **changes})
 
 
@@ -106,7 +106,7 @@ LONGROPES = [
     for name in ("short", "long")
 ]
 SCALED, DIFFERENTLY_SCALED = (
-    fp8(kv_scales=(1.0, 0.5, 1.0, *s)) for s in ((0.25, 1, 1), (0.125, 1, 2))
+    fp8_compat(kv_scales=(1.0, 0.5, 1.0, *s)) for s in ((0.25, 1, 1), (0.125, 1, 2))
 )
 # Rows: local record, remote record, and words that the error must contain. The first
 # word is the field.
@@ -131,8 +131,8 @@ def test_difference_is_reported_with_field_both_values_and_fix(local, remote, wo
 def test_only_dtype_and_scales_may_differ_if_the_reader_converts():
     check_compatible(COMPAT, COMPAT)
     check_compatible(COMPAT, compat(kv_dtype="float32"), allow_convert=True)
-    check_compatible(COMPAT, fp8(), allow_convert=True)
-    check_compatible(fp8(kv_scales=(2.0,) * 6), fp8(), allow_convert=True)
+    check_compatible(COMPAT, fp8_compat(), allow_convert=True)
+    check_compatible(fp8_compat(kv_scales=(2.0,) * 6), fp8_compat(), allow_convert=True)
     with pytest.raises(PeerIncompatible):
         check_compatible(COMPAT, compat(rope="{}"), allow_convert=True)
 
@@ -142,7 +142,7 @@ def test_only_dtype_and_scales_may_differ_if_the_reader_converts():
 def test_kv_digests_pair_exactly_the_compatible_engines(field, converts):
     for prefill, decode in (
         (COMPAT, COMPAT),
-        (fp8(), COMPAT),
+        (fp8_compat(), COMPAT),
         (compat(**{field: DIFFERENT_VALUES[field]}), COMPAT),
     ):
         try:
@@ -189,11 +189,11 @@ INCONSISTENT = [
     (engine(compat=compat(kv_dtype="int8")), "compat.kv_dtype"),
     (engine(compat=compat(kv_scales=(1.0,) * 6)), "compat.kv_scales' length"),
     *(
-        (engine(compat=fp8(kv_scales=(1.0,) * n)), "compat.kv_scales' length")
+        (engine(compat=fp8_compat(kv_scales=(1.0,) * n)), "compat.kv_scales' length")
         for n in (0, 5)
     ),
     *(
-        (engine(compat=fp8(kv_scales=(s,) * 6)), "compat.kv_scales")
+        (engine(compat=fp8_compat(kv_scales=(s,) * 6)), "compat.kv_scales")
         for s in (0.0, math.nan)
     ),
     (ranks(device_kind="tpu"), "ranks[0].device_kind"),

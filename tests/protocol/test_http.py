@@ -36,7 +36,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return self.now_s
 
 
-def halves(*spans: tuple[float, float]) -> list[float]:
+def half_seconds(*spans: tuple[float, float]) -> list[float]:
     """Returns all multiples of 0.5 s in these spans of time."""
     return [
         half / 2
@@ -48,13 +48,13 @@ def halves(*spans: tuple[float, float]) -> list[float]:
 @pytest.mark.parametrize(
     ("turn_times", "cancelled_at", "end"),
     [
-        (halves((0, 10)), 5.0, 4.0),
-        (halves((0, 6)), 3.0, None),
+        (half_seconds((0, 10)), 5.0, 4.0),
+        (half_seconds((0, 6)), 3.0, None),
         # After a suspension of the loop, the remaining parts of the countdown must
         # still pass:
-        (halves((0, 0.5), (100, 110)), None, 103.0),
-        (halves((0, 2.5), (100, 110)), None, 101.0),
-        (halves((0, 3.5), (100, 110)), None, 101.0),
+        (half_seconds((0, 0.5), (100, 110)), None, 103.0),
+        (half_seconds((0, 2.5), (100, 110)), None, 101.0),
+        (half_seconds((0, 3.5), (100, 110)), None, 101.0),
         # Every turn of the loop is late:
         ([100.0 * turn for turn in range(10)], None, 500.0),
     ],

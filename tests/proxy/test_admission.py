@@ -23,10 +23,10 @@ from tests.proxy.fakes import (
     prefills,
     until,
 )
-from tests.proxy.test_foreign import decodes_as_vllm, prefills_as_vllm, vllm
+from tests.proxy.test_foreign import decodes_as_vllm, prefills_as_vllm, vllm_server
 
 
-def full(retry_after: int, phase: str = "admission") -> Behave:
+def refuses_as_full(retry_after: int, phase: str = "admission") -> Behave:
     error = {"code": "rate_limit_exceeded", "phase": phase, "message": "no room"}
     return answers(429, {"error": error}, {"retry-after": str(retry_after)})
 
@@ -38,15 +38,15 @@ def fleet(*behaviours: Behave) -> list[Fake]:
 @pytest.mark.parametrize(
     ("prefill", "decode", "status", "retry_after", "num_calls"),
     [
-        ((full(9), prefills), (decodes,), 200, None, (1, 1, 1)),
-        ((prefills,), (full(9), decodes), 200, None, (1, 1, 1)),
+        ((refuses_as_full(9), prefills), (decodes,), 200, None, (1, 1, 1)),
+        ((prefills,), (refuses_as_full(9), decodes), 200, None, (1, 1, 1)),
         # If all prefill servers are full, the decode server does not compute the prompt
         # instead.
-        ((full(9), full(4)), (decodes,), 429, "4", (1, 1, 0)),
-        ((prefills,), (full(9), full(20)), 429, "9", (1, 1, 1)),
-        ((), (full(9),), 429, "9", (1,)),
+        ((refuses_as_full(9), refuses_as_full(4)), (decodes,), 429, "4", (1, 1, 0)),
+        ((prefills,), (refuses_as_full(9), refuses_as_full(20)), 429, "9", (1, 1, 1)),
+        ((), (refuses_as_full(9),), 429, "9", (1,)),
         # A 429 for the limit of an API key does not mean that the queue is full.
-        ((prefills,), (full(7, "access"), decodes), 429, "7", (1, 1, 0)),
+        ((prefills,), (refuses_as_full(7, "access"), decodes), 429, "7", (1, 1, 0)),
     ],
 )
 async def test_full_server_is_skipped_and_429_has_the_shortest_wait_if_all_are_full(
@@ -68,7 +68,7 @@ async def test_full_server_is_skipped_and_429_has_the_shortest_wait_if_all_are_f
 
 async def test_full_server_still_receives_shorter_and_more_urgent_requests():
     prefill = fleet(prefills)
-    decode = fleet(full(50))
+    decode = fleet(refuses_as_full(50))
     async with Rig(prefill, decode) as rig:
         for priority, length, num_calls in (
             *((0, 400, 1), (0, 400, 1), (3, 400, 1), (0, 900, 1)),
@@ -87,8 +87,8 @@ async def test_foreign_prefill_servers_are_full_by_estimate():
     queues. A prompt takes 0.1 s here.
     """
     waits = Waits(prefills_as_vllm)
-    prefill = vllm(waits, "m")
-    decode = vllm(decodes_as_vllm, "m")
+    prefill = vllm_server(waits, "m")
+    decode = vllm_server(decodes_as_vllm, "m")
     async with Rig([prefill], [decode], max_queue_s=0.05) as rig:
         first = asyncio.create_task(rig.complete(prompt="x" * 40_000))
         await waits.begun.wait()
@@ -156,7 +156,7 @@ async def test_proxy_leaves_the_refusal_to_servers_with_admission_control():
 
 @pytest.mark.parametrize("retry_after", [61, 2146, 26_970])
 async def test_retry_after_is_limited_to_a_minute(retry_after):
-    async with Rig([], fleet(full(retry_after))) as rig:
+    async with Rig([], fleet(refuses_as_full(retry_after))) as rig:
         refused = await rig.complete()
         assert refused.headers["retry-after"] == f"{MAX_RETRY_AFTER_S}" == "60"
 
@@ -166,7 +166,7 @@ async def test_full_trial_queue_refuses_only_requests_with_new_schemas(kind):
     def refuses_schemas(otherwise: Behave) -> Behave:
         async def behave(call: Call) -> None:
             if "structured_outputs" in call.body:
-                await full(5, "grammar")(call)
+                await refuses_as_full(5, "grammar")(call)
             else:
                 await otherwise(call)
 

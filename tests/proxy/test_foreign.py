@@ -93,7 +93,7 @@ async def healthy(call: Call) -> None:
     await call.write(b"", more=False)
 
 
-def vllm(behave: Behave, *names: str) -> Fake:
+def vllm_server(behave: Behave, *names: str) -> Fake:
     cards = [
         {"id": name, "root": name, "max_model_len": 4096, **CARD} for name in names
     ]
@@ -105,8 +105,10 @@ def vllm(behave: Behave, *names: str) -> Fake:
     return Fake(behave, pages=pages)
 
 
-def pair(prefill: Behave = prefills_as_vllm, decode: Behave = decodes_as_vllm) -> Rig:
-    return Rig([vllm(prefill, "org/m")], [vllm(decode, "org/m", "lora")])
+def vllm_rig(
+    prefill: Behave = prefills_as_vllm, decode: Behave = decodes_as_vllm
+) -> Rig:
+    return Rig([vllm_server(prefill, "org/m")], [vllm_server(decode, "org/m", "lora")])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def pair(prefill: Behave = prefills_as_vllm, decode: Behave = decodes_as_vllm) -
 )
 async def test_both_legs_equal_those_of_vllm_proxies(limits, prefill_limits):
     sent = {**USER, **limits, "stream": True, "stream_options": {"include_usage": True}}
-    async with pair() as rig:
+    async with vllm_rig() as rig:
         headers = {"x-request-timeout-s": "60"}  # the proxy does not forward it
         answer = await rig.client.post(
             "/v1/chat/completions", json=sent, headers=headers
@@ -172,7 +174,7 @@ async def test_both_legs_equal_those_of_vllm_proxies(limits, prefill_limits):
 async def test_failures_are_handled_as_with_baton_servers_but_without_releases(
     prefill, decode, status, reason
 ):
-    async with pair(prefill, decode) as rig:
+    async with vllm_rig(prefill, decode) as rig:
         response = await rig.client.post("/v1/chat/completions", json=USER)
         assert response.status_code == status
         if reason is not None:
@@ -183,7 +185,7 @@ async def test_failures_are_handled_as_with_baton_servers_but_without_releases(
 
 
 async def test_all_model_names_of_a_server_are_served_and_others_are_not():
-    async with pair() as rig:
+    async with vllm_rig() as rig:
         listed = (await rig.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in listed] == [
             ("lora", 4096),
@@ -199,7 +201,7 @@ async def test_all_model_names_of_a_server_are_served_and_others_are_not():
 
 async def test_incompatible_and_unhealthy_foreign_servers_receive_no_request():
     ours = Fake(decodes_as_vllm, details={"model": "org/m", "kv_digest": "a.b.c"})
-    async with Rig([vllm(prefills_as_vllm, "org/m")], [ours]) as rig:
+    async with Rig([vllm_server(prefills_as_vllm, "org/m")], [ours]) as rig:
         response = await rig.client.post("/v1/chat/completions", json=USER)
         assert response.status_code == 200
         assert rig.decode_only("incompatible") == 1 and rig.prefill[0].calls == []

@@ -28,7 +28,7 @@ END = b"data: [DONE]\n\n"
 _issued = itertools.count(1)
 
 
-def ends(*_: object) -> Any:
+def stream_until_released(*_: object) -> Any:
     return Waits(lambda call: call.write(END, more=False), b"data: 1\n\n")
 
 
@@ -69,7 +69,7 @@ def are_ready(rig: Rig, *urls: str) -> Callable[[], bool]:
 
 
 async def test_registered_server_serves_and_leaves_without_losing_a_stream():
-    slow = Fake(ends())
+    slow = Fake(stream_until_released())
     other = Fake(decodes)
     # max_held_bytes is enough for three requests.
     async with rig_of(fixed_series=False, max_held_bytes=100) as rig:
@@ -281,7 +281,7 @@ async def test_server_registers_with_every_proxy_behind_a_name(monkeypatch):
 
 
 async def test_operator_drains_and_undrains_a_server():
-    slow = Fake(ends())
+    slow = Fake(stream_until_released())
     other = Fake(decodes)
     async with rig_of([slow, other]) as rig:
 

@@ -49,7 +49,7 @@ def place_runs(
         ]
 
 
-def placed(case: Case, d_rank: int, chunk_bytes: int, place_copy: Any) -> np.ndarray:
+def place_all(case: Case, d_rank: int, chunk_bytes: int, place_copy: Any) -> np.ndarray:
     """Returns the content of D's pool after all launches, each copied by
     `place_copy`.
     """
@@ -66,7 +66,7 @@ def placed(case: Case, d_rank: int, chunk_bytes: int, place_copy: Any) -> np.nda
     return target
 
 
-def scaled(case: Case, d_has_scales: bool) -> tuple[Case, np.ndarray]:
+def with_scales(case: Case, d_has_scales: bool) -> tuple[Case, np.ndarray]:
     """Returns the case with scales on P or on both sides, and the scale factors [L,
     C].
     """
@@ -109,7 +109,7 @@ def test_placing_writes_exactly_the_requested_elements(
     d_rank %= case.d.tp
     expected = memory_of(case, case.d, d_rank, case.start)
     np.testing.assert_array_equal(
-        placed(case, d_rank, chunk_bytes, place_copy), expected
+        place_all(case, d_rank, chunk_bytes, place_copy), expected
     )
 
 
@@ -121,7 +121,7 @@ def test_elements_are_multiplied_by_layer_factors(
     d_rank %= case.d.tp
     plain = memory_of(case, case.d, d_rank, case.start)
     layout = case.layout(case.d, d_rank)
-    case, factors = scaled(case, d_has_scales)
+    case, factors = with_scales(case, d_has_scales)
     factors = (
         factors.T if layout.order.index("C") < layout.order.index("L") else factors
     )
@@ -129,7 +129,7 @@ def test_elements_are_multiplied_by_layer_factors(
     expected = (plain.reshape(layout.shape) * factors.reshape(factor_shape)).reshape(-1)
     expected = np.where(plain == GARBAGE, GARBAGE, expected).astype(np.float32)
     np.testing.assert_array_equal(
-        placed(case, d_rank, chunk_bytes, place_copy), expected
+        place_all(case, d_rank, chunk_bytes, place_copy), expected
     )
 
 

@@ -46,7 +46,7 @@ class Gate:
         mapper.launched = self.launched
         return mapper
 
-    def read(self, prefill: Any, decode: Decode) -> RemotePrefill:
+    def pull_until_copied(self, prefill: Any, decode: Decode) -> RemotePrefill:
         """Starts a pull and waits until all its bytes are copied. The gate keeps it
         unfinished.
         """
@@ -62,7 +62,7 @@ def test_lease_that_ends_before_the_last_byte_fails_the_pull(rig, ending):
     prefill = rig(Prefill)
     settings = {"renew_interval_s": 1000.0, **PATIENT}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
-    remote = gate.read(prefill, decode)
+    remote = gate.pull_until_copied(prefill, decode)
     if ending == "aborted":
         assert prefill.server.abort(remote.lease_id)
     else:
@@ -78,7 +78,7 @@ def test_bytes_of_a_killed_peer_are_not_used(rig):
     prefill = rig(Child, "prefill")
     settings = {"side_channel_timeout_s": 0.3, **PATIENT}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
-    gate.read(prefill, decode)
+    gate.pull_until_copied(prefill, decode)
     prefill.close()
     gate.opened.set()
     assert isinstance(decode.wait_for_error(), PeerUnreachable)
@@ -89,7 +89,7 @@ def test_fence_waits_until_a_stopped_peer_continues(rig):
     prefill = rig(Child, "prefill")
     settings = {"fence_timeout_s": 60.0, "side_channel_timeout_s": 60.0}
     decode = rig(Decode, make_placer=gate.placer, settings=settings)
-    remote = gate.read(prefill, decode)
+    remote = gate.pull_until_copied(prefill, decode)
     prefill.signal(signal.SIGSTOP)
     gate.opened.set()
     decode.until(lambda: any(state.phase is Phase.FENCING for state in decode.pulls()))

@@ -196,7 +196,7 @@ def test_plans_move_exactly_the_tokens_and_direct_plans_are_minimal(check_law, c
     examples(count, suppress_health_check=list(HealthCheck))(check_law())()
 
 
-def simple(p: Side, d: Side, **changes) -> Case:
+def make_case(p: Side, d: Side, **changes) -> Case:
     fields = {
         "heads": 8,
         "layers": 2,
@@ -235,13 +235,13 @@ def test_ranks_that_share_tokens_start_at_different_copies(dcp, tokens):
     """
     p = side(4, tokens=tokens)
     d = Side(4, "BHLCND", 16, (1,), 2, dcp=dcp)
-    case = simple(p, d, heads=1, components=1, stop=tokens, lease_hash=5)
+    case = make_case(p, d, heads=1, components=1, stop=tokens, lease_hash=5)
     reads = [read for d_rank in range(4) for read in case.plan(d_rank).reads]
     assert sorted(read.remote_rank for read in reads) == [0, 1, 2, 3]
 
 
 def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides():
-    case = simple(side(1, 16), side(1, 24, tokens=144), stop=128)
+    case = make_case(side(1, 16), side(1, 24, tokens=144), stop=128)
     plan = case.plan(0, staging_bytes=2 * 3 * 16 * 8 * 2 * 2 * 4 * 4)
     assert plan.path == "staged" and len(plan.steps) == 3
     block_bytes = case.layout(case.d, 0).byte_strides["B"]
@@ -253,7 +253,7 @@ def test_chunks_fit_half_the_staging_memory_and_end_on_blocks_of_both_sides():
 
 
 def test_cheaper_path_wins_and_explanation_names_the_rejected_path():
-    case = simple(side(1, 16), side(1, 64))
+    case = make_case(side(1, 16), side(1, 64))
     descriptors_cost = case.plan(
         0, costs=CostModel(1.0, 1e9, 1e9), staging_bytes=1 << 20
     )
@@ -261,12 +261,12 @@ def test_cheaper_path_wins_and_explanation_names_the_rejected_path():
     assert (descriptors_cost.path, bytes_cost.path) == ("staged", "direct")
     assert "direct path would read 256 runs" in descriptors_cost.explanation
     assert "staged path would read" in bytes_cost.explanation
-    neighbours = simple(side(1), side(1)).plan(0, costs=CostModel(1.0, 1e9, 1e9))
+    neighbours = make_case(side(1), side(1)).plan(0, costs=CostModel(1.0, 1e9, 1e9))
     assert neighbours.num_descriptors == round(neighbours.estimated_s) == 1
 
 
 def test_staging_memory_below_two_peer_blocks_makes_the_path_direct():
-    case = simple(side(1, 16), side(1, 64))
+    case = make_case(side(1, 16), side(1, 64))
     block = 16 * 8 * 2 * 2 * 4 * 4
     plan = case.plan(0, staging_bytes=2 * block - 1)
     assert plan.path == "direct"
@@ -277,8 +277,8 @@ def test_staging_memory_below_two_peer_blocks_makes_the_path_direct():
     assert case.plan(0, staging_bytes=2 * block).path == "staged"
 
 
-ALIKE = simple(side(1), side(1))
-MIXED = with_dtypes(simple(side(1, 16), side(1, 64)), "float32", "float16")
+ALIKE = make_case(side(1), side(1))
+MIXED = with_dtypes(make_case(side(1, 16), side(1, 64)), "float32", "float16")
 SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
 
 
@@ -292,14 +292,18 @@ SHARING = Side(2, "BHLCND", 16, (1, 2, 3, 4), 5, dcp=2)
             {"convert": True, "staging_bytes": 1000},
             r"is 1000; .* use at least \d+",
         ),
-        (simple(side(1, 32), SHARING, heads=1), {}, "16 here and 32 on the peer"),
+        (make_case(side(1, 32), SHARING, heads=1), {}, "16 here and 32 on the peer"),
         (
-            simple(side(1, 12), SHARING, heads=1),
+            make_case(side(1, 12), SHARING, heads=1),
             {},
             "16 here and 12 on the peer.*--block-size 12",
         ),
-        (simple(side(1), side(1), start=-1, stop=4), {}, r"token range is \[-1, 4\)"),
-        (simple(side(1), side(1), start=5, stop=4), {}, r"token range is \[5, 4\)"),
+        (
+            make_case(side(1), side(1), start=-1, stop=4),
+            {},
+            r"token range is \[-1, 4\)",
+        ),
+        (make_case(side(1), side(1), start=5, stop=4), {}, r"token range is \[5, 4\)"),
     ],
 )
 def test_impossible_plans_are_refused(case, options, message):

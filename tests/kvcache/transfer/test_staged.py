@@ -15,7 +15,7 @@ from kvcache.transfer.move.place import Placer, StagingBuffer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.plan.steps import Step
 from tests.kvcache.test_pool import resident_bytes
-from tests.kvcache.transfer.test_plan import scattered, side, simple
+from tests.kvcache.transfer.test_plan import make_case, scattered, side
 from tests.rigs.geometry import GARBAGE, STAGE_ALL, Case, Side, execute_reads, memory_of
 from tests.rigs.memory_placer import MemoryPlacer
 
@@ -27,7 +27,7 @@ ON_A_CPU = CostModel(1e-7, 1e9, 4e9, overlaps=False)
 
 def sizes(costs: CostModel, staging_blocks: int) -> list[int]:
     """Returns the number of P's blocks in each chunk of a pull of 256 blocks."""
-    case = simple(
+    case = make_case(
         scattered(side(1, 16, tokens=NUM_TOKENS)),
         scattered(side(1, 64, tokens=NUM_TOKENS)),
         stop=NUM_TOKENS,
@@ -56,7 +56,7 @@ def test_chunks_of_cpu_reads_are_equal_except_the_last():
 
 def test_chunks_between_gpus_are_fewer_if_each_chunk_cuts_the_runs_of_every_layer():
     fresh = Side(1, "LBCHND", 64, tuple(range(1, 129)), 129, "bfloat16")
-    case = simple(
+    case = make_case(
         fresh, replace(fresh, order="BHLCND"), layers=32, head_dim=128, stop=8192
     )
     plan = case.plan(0, costs=DEFAULT_COSTS["cuda"], staging_bytes=512 << 20)
@@ -65,7 +65,7 @@ def test_chunks_between_gpus_are_fewer_if_each_chunk_cuts_the_runs_of_every_laye
 
 
 def test_steps_are_computed_on_first_use():
-    case = simple(
+    case = make_case(
         side(1, 16, tokens=NUM_TOKENS), side(1, 64, tokens=NUM_TOKENS), stop=NUM_TOKENS
     )
     plan = case.plan(0, costs=BETWEEN_GPUS, staging_bytes=128 * BLOCK_BYTES)
@@ -81,7 +81,7 @@ def garbage_pool(case: Case, d_rank: int) -> KVPool:
     return pool
 
 
-CASE = simple(side(1, 16), side(1, 64))
+CASE = make_case(side(1, 16), side(1, 64))
 
 
 def filled(staging: StagingBuffer, slot: int) -> tuple[Step, int]:

@@ -173,7 +173,7 @@ async def test_page_requests_a_key_and_stores_it_in_the_tab():
             await page.wait_for_selector("#key-dialog[open]")
             for key, message in (
                 ("no key", "API key is unknown"),
-                ("client's", "admin keys"),
+                ("client's", "needs an admin key"),
             ):
                 await page.fill("#key-input", key)
                 await page.keyboard.press("Enter")

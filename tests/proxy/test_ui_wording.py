@@ -52,7 +52,7 @@ async def test_times_of_running_requests_are_never_negative():
 
 async def test_server_times_outside_of_the_proxys_times_are_clipped():
     row = """{at: 100, first_s: null, end_s: null, legs: [["prefill-0", 0.1]],
-              finished_request: {"prefill-0": {
+              served: {"prefill-0": {
                   times: {admitted: -0.2, drawn: 9, end: 9}, generated: 1}}}"""
     async with Rig() as rig, opened(rig) as page:
         segments = await call(

@@ -4,14 +4,21 @@
 out of date or missing, which costs time and never correctness. The cost of a placement
 is in seconds and has four terms:
 
-1. The wait for queued prompts, and the prefill. The prefill counts twice, because it
-   also delays the prompts that are queued behind it. Tokens that only another server
-   has cached count once more.
+1. The wait for queued prompts, and the prefill. The prefill counts twice if the server
+   has other prompts, because it then delays prompts that arrive later. It counts once
+   on an idle server, which has usually finished it before the next prompt arrives.
+   Copied tokens are those that a peer of the server has cached. A prefill with copied
+   tokens counts twice on an idle server too, and the copied tokens count once more: a
+   copy takes cache capacity, and later prompts can go to the peer instead.
 2. The hand-off to a decode server, or the pull of a prefix from another server.
 3. The time that running streams lose while the server computes the prompt. It is at
    least the minimum duration of a step with prompts, because the kernels of such a step
    are launched one by one.
 4. The wait for KV capacity, if the decode server has too little free.
+
+The peers of a prefill server are the other prefill servers, and not the decode servers.
+If only a decode server has a prefix, every later turn interrupts that server's streams.
+An idle prefill server that computes the prefix once serves all later turns.
 """
 
 from collections.abc import Sequence
@@ -23,7 +30,8 @@ from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import ServerLoad
 
 # The parameters of the cost. The comments cite rows of the tables in "Placement,
-# simulated" (docs/performance.md), where the share of good requests is defined.
+# simulated" (docs/performance.md), where the share of good requests is defined. Times
+# of first tokens are medians.
 
 # Seconds per hand-off or pull, in addition to the time for its tokens. A hand-off takes
 # one more HTTP request and the start of a pull (measured: 4 to 6 ms). The pull of a
@@ -34,19 +42,19 @@ PULL_TOKEN_S = 5e-6
 # Seconds. Up to this wait for the first token, the cost grows quadratically with the
 # wait, beyond it linearly. At exactly this wait, the cost is three times the wait.
 # Fitted: without this term, the share of good requests in the row "open loop at 24/s",
-# 1P1D, is 0.30 instead of 0.85.
+# 1P1D, is 0.33 instead of 0.87.
 PATIENCE_S = 0.7
 # Seconds of cost for each running stream, however short the prompt is: a step with a
 # prompt is launched kernel by kernel, so it has a minimum duration. Fitted: with 0.006,
-# the share of good requests in the row "Mooncake 1.5 x", 3P1D, is 0.59 instead of 0.64.
-INTERRUPTION_S = 0.0175
+# the share of good requests in the row "agents", 2P2D, is 0.68 instead of 0.81. With
+# 0.02, the first token in the row "Azure 15 x, 2P2D" takes 0.32 instead of 0.28 s.
+INTERRUPTION_S = 0.016
 # Interrupting more streams than this costs as much as interrupting this many. Fitted:
-# without this limit, the first token takes 1.16 instead of 0.30 s (p50) in the row
-# "Azure 15 x, 2P2D".
+# without this limit, the first token in the row "Azure 15 x, 2P2D" takes 0.95 instead
+# of 0.28 s.
 MAX_COUNTED_STREAMS = 32
 # Seconds of cost per running stream, for each second of prefill. Fitted: with 0, the
-# share of good requests in the row "Mooncake 1.5 x", 1P3D `never`, is 0.59 instead of
-# 0.63.
+# first token in the row "Azure 15 x", 1P3D, takes 0.34 instead of 0.07 s.
 STREAM_DELAY_WEIGHT = 0.15
 
 _kv_tokens = attrgetter("kv_tokens")
@@ -88,8 +96,8 @@ class _Cost(NamedTuple):
     Attributes:
         position: position of the server in the sequence of compared servers.
         first_token_s: seconds until the first token: the wait and the prefill.
-        others_s: seconds that other requests lose: prompts that are queued behind this
-            prompt, and running streams.
+        others_s: seconds that other requests lose: prompts that arrive while this
+            prompt is computed, and running streams.
     """
 
     position: int
@@ -155,7 +163,7 @@ def cheapest_server(
     size_class = profile.size_class
     depths = cached.depths
     block_tokens = profile.block_tokens
-    max_cached = max(depths.values(), default=0.0) * block_tokens
+    max_cached = _max_peer_blocks(servers, depths, generates=generates) * block_tokens
     num_lendable, num_rest, pull_start_s = _pull(profile, cached)
     for position, server in enumerate(servers):
         num_cached = depths.get(server.index, 0.0) * block_tokens if depths else 0.0
@@ -166,12 +174,12 @@ def cheapest_server(
             pulled_s = pull_start_s + num_rest * token_s - num_cached * PULL_TOKEN_S
             if pulled_s < prefill_s:
                 prefill_s = pulled_s
-        others_s = prefill_s
+        # If a prefill counted twice on an idle server too, the first token in the row
+        # "open loop at 24/s", 1P3D, would take 98 instead of 87 ms.
+        others_s = prefill_s if server.num_prompts else 0.0
         if max_cached > num_cached:
-            # Tokens that another server has cached count once more: computing them
-            # takes cache capacity of this server.
             copied_s = (max_cached - num_cached) * token_s
-            others_s += copied_s if copied_s < prefill_s else prefill_s
+            others_s = prefill_s + (copied_s if copied_s < prefill_s else prefill_s)
         first_token_s = server.wait_s(size_class, now) + prefill_s
         num_streams = server.streams
         if num_streams:
@@ -196,6 +204,25 @@ def cheapest_server(
             least_cost_s = cost_s
             cheapest = _Cost(position, first_token_s, others_s)
     return cheapest
+
+
+def _max_peer_blocks(
+    servers: Sequence[ServerLoad], depths: Depths, *, generates: bool
+) -> float:
+    """Return the most cached blocks of a prompt among the peers of these servers.
+
+    All servers are peers of a decode server. Only prefill servers are peers of a
+    prefill server, for the reason at the top of this module: otherwise, the share of
+    good requests in the row "agents", 2P2D, would be 0.70 instead of 0.81.
+
+    Args:
+        generates: the servers are decode servers.
+    """
+    if not depths:
+        return 0.0
+    if generates:
+        return max(depths.values())
+    return max([depths.get(server.index, 0.0) for server in servers])
 
 
 class _Pull(NamedTuple):

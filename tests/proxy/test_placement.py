@@ -132,7 +132,7 @@ def test_short_prompt_does_not_wait_for_long_prompts_that_have_not_started():
 
 @pytest.mark.parametrize(
     ("num_streams", "num_queued", "expected"),
-    [(200, 0, 0), (16, 0, None), (0, 0, None), (200, 8, None)],
+    [(200, 0, 0), (40, 0, 0), (16, 0, None), (0, 0, None), (200, 8, None)],
 )
 def test_idle_prefill_server_computes_a_prefix_that_only_busy_decode_servers_have(
     num_streams, num_queued, expected
@@ -151,6 +151,29 @@ def test_idle_prefill_server_computes_a_prefix_that_only_busy_decode_servers_hav
     profile = RequestProfile(12_988, range(25))
     placement = choose(profile, [prefill], [decode], CachedPrefixes({1: 24}))
     assert placement.prefill == expected
+
+
+@pytest.mark.parametrize(("num_prompts", "prefill"), [(0, 0), (1, None)])
+def test_prefill_counts_twice_on_a_server_with_other_prompts(num_prompts, prefill):
+    """The last prompt of the prefill server will end at once, so there is no wait.
+
+    Two streams of the decode server would lose less than the prompts that arrive at the
+    prefill server while it computes this prompt.
+    """
+    server = ServerLoad(0, num_prompts=num_prompts, free_at=0.0)
+    placement = choose(RequestProfile(8192), [server], [decoding(2)])
+    assert placement.prefill == prefill
+
+
+def test_idle_prefill_server_copies_no_prefix_of_another_prefill_server():
+    """Waiting takes 8 ms longer than computing the prompt on the idle server."""
+    idle = ServerLoad(0)
+    cached = ServerLoad(1, num_prompts=1, free_at=0.2)
+    profile = RequestProfile(8192)
+    placement = choose(
+        profile, [idle, cached], [decoding(64, index=2)], CachedPrefixes({1: 15})
+    )
+    assert placement.prefill == 1
 
 
 def test_server_without_enough_kv_is_the_last_choice():

@@ -308,7 +308,10 @@ class HttpRequestState:
                 parts.append(self.writer.last_chunk(piece, usage, extra))
                 parts.append(self.writer.end)
             elif (
-                has_shown_tokens or piece.first or piece.finish_reason or piece.has_text
+                has_shown_tokens
+                or piece.is_first
+                or piece.finish_reason
+                or piece.has_text
             ):
                 if usage_so_far is not None:
                     # Report only the tokens up to this piece: more pieces may have

@@ -380,7 +380,7 @@ class ChoiceStream:
         piece.logprobs = [] if request.wants_logprobs else None
         if self._is_first_piece:
             self._is_first_piece = False
-            piece.first = True
+            piece.is_first = True
             report = self._prompt.prompt_report()
             piece.prompt_logprobs = report.logprobs
             if request.return_token_ids:

@@ -226,7 +226,7 @@ def _make_adds(
         prompts: the token ids of each prompt.
         limits: for each prompt, how many tokens each of its choices may have at most.
     """
-    sampling = parsed.sampling(
+    sampling = parsed.sampling_params(
         parsed.seed if parsed.seed is not None else secrets.randbits(63)
     )
     grammar = answer_grammar(

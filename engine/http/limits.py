@@ -91,7 +91,7 @@ def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     Raises:
         InvalidRequest: the schemas of the tools are too long.
     """
-    guided = [] if parsed.guided is None else [parsed.guided]
+    guided = [] if parsed.guided_decoding is None else [parsed.guided_decoding]
     if not isinstance(parsed, ChatRequest) or parsed.toolset.mode != "required":
         return guided
     tools = parsed.toolset

@@ -113,7 +113,7 @@ class Message(Strict):
     by its null content.
 
     Attributes:
-        content_: The content as the client sent it; `content` has it as one text.
+        content_: The content as the client sent it; `content` joins its text parts.
         tool_calls: Calls in an assistant's message.
         tool_call_id: The id of the call that a tool's message answers.
     """
@@ -134,9 +134,9 @@ class Message(Strict):
         list[ToolCall] | None, Read(_Calls, lambda calls: calls or None)
     ] = Field(None, description="a list, in an assistant's message only")
     tool_call_id: Text = None
-    cache_control: Any = UNREAD  # all prompts use the prefix cache
+    cache_control: Any = UNREAD  # not needed: all prompts use the prefix cache
     provider_specific_fields: Any = UNREAD  # litellm adds this to earlier answers
-    parsed: Any = UNREAD  # OpenAI's client adds the content as an object
+    parsed: Any = UNREAD  # OpenAI's client puts the content here as an object
     annotations: Any = neutral([])
     refusal: Any = neutral("")
     reasoning_content: Text = Field(None, exclude=True)
@@ -155,8 +155,9 @@ class Message(Strict):
 
     @property
     def reasoning_text(self) -> str:
-        """The reasoning in an assistant's message, from any of the fields that clients
-        use; empty if there is none.
+        """The reasoning in the message; empty if there is none.
+
+        Different clients send the reasoning in different fields.
         """
         parts = self.thinking_blocks or self.content_ or ""
         blocks = "" if isinstance(parts, str) else join_texts(parts, Thought)
@@ -213,7 +214,8 @@ class PromptFields(Strict):
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False
     chat_template_kwargs: Variables = Field({})
-    # These fields are also variables for the chat template, which may ignore them.
+    # The next three fields become variables of the chat template, which may ignore
+    # them.
     enable_thinking: bool | None = Field(None, description="true or false")
     reasoning_effort: Effort = None
     verbosity: Verbosity = None
@@ -225,7 +227,7 @@ class ChatRequest(PromptFields, GenerationRequest):
     endpoint = "/v1/chat/completions"
     summary = "Answers a conversation."
     prompt_field = "messages"
-    # Path in a tool to the members of its function.
+    # See `path` in Tools.
     function_path: ClassVar[str] = "function."
 
     messages: Messages
@@ -253,9 +255,9 @@ class ChatRequest(PromptFields, GenerationRequest):
         )
 
     @cached_property
-    def guided(self) -> GuidedDecoding | None:
-        calls_grammar = self.toolset.guided
-        format_grammar = super().guided
+    def guided_decoding(self) -> GuidedDecoding | None:
+        calls_grammar = self.toolset.guided_decoding
+        format_grammar = super().guided_decoding
         if calls_grammar and format_grammar:
             # The response format applies only to text, and the answer must consist of
             # tool calls.

@@ -24,7 +24,7 @@ _NonEmpty = Meta(min_length=1)
 _Text = Annotated[str, _NonEmpty]
 _Ids = Annotated[list[int], _NonEmpty]
 _Several = Meta(min_length=1, max_length=MAX_PROMPTS)
-_PROMPTS = (
+_PROMPT_TYPES = (
     _Text,
     _Ids,
     Annotated[list[_Text], _Several],
@@ -33,11 +33,11 @@ _PROMPTS = (
 
 
 def _check_prompt(prompt: Any) -> Any:
-    """Returns `prompt`. Raises ValueError if its type is not one of _PROMPTS.
+    """Returns `prompt`. Raises ValueError if its type is not one of _PROMPT_TYPES.
 
     msgspec checks a long list of token ids ten times as fast as pydantic.
     """
-    for kind in _PROMPTS:
+    for kind in _PROMPT_TYPES:
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.convert(prompt, kind)
     raise ValueError("the prompt has a wrong type")
@@ -54,7 +54,9 @@ class CompletionRequest(GenerationRequest):
             description="a string, a list of strings, a list of token ids or a list of "
             f"lists of token ids, not empty, with at most {MAX_PROMPTS} prompts"
         ),
-        WithJsonSchema({"anyOf": [msgspec.json.schema(kind) for kind in _PROMPTS]}),
+        WithJsonSchema(
+            {"anyOf": [msgspec.json.schema(kind) for kind in _PROMPT_TYPES]}
+        ),
     ]
     max_tokens: int | None = integer(None, 0, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 0, MAX_INT31)

@@ -42,7 +42,8 @@ class Strict(BaseModel):
             within a body.
         summary: A sentence that describes the endpoint.
         must_be: The requirement in error messages, if a value is not such an object.
-        reported_whole: If a member is wrong, the error message shows the whole object.
+        reported_whole: Only for objects in a list: if a member is wrong, the error
+            message shows the whole object.
         keeps_null: Names of the members for which null and absence differ.
     """
 
@@ -77,7 +78,7 @@ class Strict(BaseModel):
         """
         if not isinstance(given, dict):
             return given
-        used = used_fields(cls)
+        used = supported_fields(cls)
         neutrals = neutral_fields(cls)
         unread = unread_fields(cls)
         members: dict[str, Any] = {}
@@ -152,10 +153,11 @@ ModelName = Annotated[
 
 _FAULT: Final = "fault"
 _LARGE_BYTES = 1 << 20  # larger bodies are decoded without garbage collection
-# Types of JSON objects and arrays, by their first byte.
+# Python types of JSON objects and arrays, by the first byte of their text.
 _TYPE_BY_BRACKET: Final[dict[bytes, Callable[[], Any]]] = {b"{": dict, b"[": list}
-# Types that a client's value may have, by the type of the neutral value. The client may
-# send 1 for 1.0. A bool is never accepted as a number.
+# Types that a client's value may have, by the type of the neutral value. Neutral values
+# of other types accept only their own type. The client may send 1 for 1.0, but True
+# never counts as a number.
 _ACCEPTED_TYPES: Final = {float: (int, float)}
 
 # Names that a field has at different endpoints.
@@ -199,8 +201,8 @@ def neutral_fields(model: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 
 @cache
-def used_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Returns the names of the fields that are not `neutral`, as requests have them."""
+def supported_fields(model: type[BaseModel]) -> frozenset[str]:
+    """Returns the names, in requests, of the fields that are not `neutral`."""
     return frozenset(_fields(model)) - neutral_fields(model).keys()
 
 
@@ -211,10 +213,10 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 @cache
 def unread_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Returns the names of the fields that change nothing, as requests have them.
+    """Returns the names, in requests, of the fields declared with exclude=True.
 
-    Such a field is declared with exclude=True. In a large body, the value of the field
-    is not decoded.
+    In the class of a request body, such fields change nothing, and their objects and
+    lists are not decoded if the body is large. Other classes may read such fields.
     """
     return frozenset(name for name, info in _fields(model).items() if info.exclude)
 
@@ -223,8 +225,9 @@ def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any
     """Returns the JSON object in a request body, without validation.
 
     Args:
-        unread: Names of members that no code reads. If the body is large, the objects
-            and lists in these members are not decoded, and are empty in the result.
+        unread: Names of members that no code reads. If the body is larger than
+            INLINE_BODY_BYTES, these members are not decoded if they are objects or
+            lists, and are empty in the result.
 
     Raises:
         InvalidRequest: The body is not a JSON object.
@@ -253,7 +256,7 @@ def parse_json_object(raw: bytes, unread: Collection[str] = ()) -> dict[str, Any
 
 
 def _decode_without(raw: bytes, unread: Collection[str]) -> Any:
-    """Decodes a body, except for the objects and lists of its `unread` members."""
+    """Decodes a body. `unread` members that are objects or lists become empty."""
     members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | msgspec.Raw)
     if not isinstance(members, dict):
         return exact_json.decode(raw)
@@ -274,11 +277,11 @@ def _other_endpoint_hint(model: type[Strict], name: str) -> str | None:
     """
     path = model.endpoint
     synonyms = {name}.union(*(names for names in _SYNONYMS if name in names)) - {name}
-    names_here = sorted(synonyms & used_fields(model))
+    names_here = sorted(synonyms & supported_fields(model))
     if names_here:
         return f"is called `{names_here[0]}` at {path}; send that"
     endpoints = sorted(
-        other for other, body in BODIES.items() if name in used_fields(body)
+        other for other, body in BODIES.items() if name in supported_fields(body)
     )
     if not path or not endpoints:
         return None
@@ -311,15 +314,15 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
     path = ""
     value = body
     must_be = model.must_be
-    shapes = [model]  # classes that are allowed for the value
+    classes = [model]  # classes that are allowed for the value
     for part in item["loc"]:
         if isinstance(part, int):
             path = f"{path}[{part}]"
             value = value[part]
-            must_be = shapes[0].must_be
+            must_be = classes[0].must_be
         else:
             field = next(
-                (_fields(shape)[part] for shape in shapes if part in _fields(shape)),
+                (_fields(cls)[part] for cls in classes if part in _fields(cls)),
                 None,
             )
             if field is None:
@@ -327,8 +330,8 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
             path = f"{path}.{part}".lstrip(".")
             value = value.get(part)
             must_be = field.description or "left out"
-            shapes = list(_shapes(field))
-        if not shapes or (isinstance(part, int) and shapes[0].reported_whole):
+            classes = list(_object_classes(field))
+        if not classes or (isinstance(part, int) and classes[0].reported_whole):
             break
     else:
         if item["type"] == _FAULT:
@@ -341,7 +344,7 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
     return wrong_value(path, value, must_be)
 
 
-def _shapes(kind: Any) -> Iterator[type[Strict]]:
+def _object_classes(kind: Any) -> Iterator[type[Strict]]:
     """Yields the classes that are allowed for the objects in a value.
 
     Args:
@@ -358,7 +361,7 @@ def _shapes(kind: Any) -> Iterator[type[Strict]]:
         case _:
             inner = get_args(kind)
     for part in inner:
-        yield from _shapes(part)
+        yield from _object_classes(part)
 
 
 def fault(name: str, problem: str) -> PydanticCustomError:

@@ -1,5 +1,6 @@
 """Writes the JSON of responses, streamed and complete.
 
+The writer for /v1/responses is in responses_writer.py.
 For speed, responses are encoded by msgspec and not validated by pydantic.
 """
 
@@ -21,8 +22,8 @@ class TokenText(msgspec.Struct, frozen=True):
     """The text of a token in a response.
 
     Attributes:
-        text: The text that represents the token. Different tokens have different texts,
-            so a text can be the key of a JSON object.
+        text: The text that represents the token. Within one TokenReport, different
+            tokens have different texts, so a text can be the key of a JSON object.
         raw: The bytes of the token, which may be only a part of a character.
     """
 
@@ -36,7 +37,8 @@ class TokenReport(msgspec.Struct, frozen=True):
     Attributes:
         logprob: None for the first token of a prompt, because no token precedes it.
         top: The most likely tokens with their log-probabilities, in descending order.
-        offset: Number of characters of the answer before the token.
+        offset: Number of characters before the token in the answer, which begins with
+            the prompt if the prompt is echoed.
         is_of_text: False for a token of the reasoning or of the tags around it.
     """
 
@@ -56,7 +58,7 @@ class ChoicePiece(msgspec.Struct):
         finish_reason: Why the choice ended ("stop", "length", "tool_calls" or "abort");
             only set on the last piece.
         stop_reason: The client's stop string or stop token that ended the choice.
-        first: Whether this is the first piece of the choice.
+        is_first: Whether this is the first piece of the choice.
         prompt_token_ids: Only set on the first piece, if the request needs the ids.
         prompt_logprobs: Only set on the first piece, if the request needs prompt
             logprobs.
@@ -71,7 +73,7 @@ class ChoicePiece(msgspec.Struct):
     logprobs: list[TokenReport] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    first: bool = False
+    is_first: bool = False
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | None = None
     reasoning: str = ""
@@ -149,8 +151,8 @@ class ResponseWriter:
     """Writes the response to one request. Subclasses implement the endpoints' formats.
 
     Args:
-        response_id: A unique id. The `id` of the response is `id_prefix` and this id,
-            unless the request sets a `request_id`.
+        response_id: A unique id. The `id` of the response is `id_prefix`, followed by
+            the `request_id` of the request or, if there is none, by this id.
         created: Time at which the response began, in seconds since 1970.
         fingerprint: See system_fingerprint in protocol/version.py.
 
@@ -233,7 +235,7 @@ class ResponseWriter:
         )
 
     def error(self, error: BatonError) -> bytes:
-        """Returns the events that end a stream which failed."""
+        """Returns the events that end a failed stream."""
         return sse.error_event(error)
 
     def add_piece(self, piece: ChoicePiece) -> None:
@@ -258,8 +260,8 @@ class ResponseWriter:
     def _events(
         self, piece: ChoicePiece, tail: dict[str, Any], last_tail: dict[str, Any]
     ) -> bytes:
-        """Returns the events of a piece. The last event has the members `last_tail`,
-        all earlier events have the members `tail`.
+        """Returns the events of a piece. The last of these events has the members
+        `last_tail`, the others have the members `tail`.
         """
         parts = self.parts(piece)
         events: list[bytes] = []
@@ -361,15 +363,15 @@ class ChatWriter(ResponseWriter):
             for member in members
             if any(member.values())
         ]
-        parts[0].first = piece.first
+        parts[0].is_first = piece.is_first
         parts[0].prompt_token_ids = piece.prompt_token_ids
         parts[0].logprobs = piece.logprobs
         parts[0].token_ids = piece.token_ids
         return parts
 
     def delta(self, piece: ChoicePiece) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": "assistant"} if piece.first else {}
-        if piece.text or piece.first:
+        delta: dict[str, Any] = {"role": "assistant"} if piece.is_first else {}
+        if piece.text or piece.is_first:
             delta["content"] = piece.text
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning

@@ -15,7 +15,7 @@ from protocol.openai.sampling import (
     MAX_LOGPROBS,
     UNREAD,
     CommonFields,
-    ShapingFields,
+    SamplingAndStopFields,
     Switch,
     Text,
     UnreadText,
@@ -37,7 +37,7 @@ _CHAT_FIELDS = {
     "parallel_tool_calls",
     "structured_outputs",
     "top_logprobs",
-    *ShapingFields.model_fields,
+    *SamplingAndStopFields.model_fields,
     *CommonFields.model_fields,
 }
 
@@ -98,8 +98,10 @@ class InputItem(Strict):
 
 
 class TextFormat(SchemaMembers):
-    """The `response_format` of chats, with the members of `json_schema` in the same
-    object.
+    """The `text.format` of /v1/responses.
+
+    Its members include those that the `response_format` of a chat request nests in
+    `json_schema`.
     """
 
     type: FormatType
@@ -133,7 +135,7 @@ class TextOptions(Strict):
 def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
     """Converts the input to messages of a chat.
 
-    Consecutive reasoning, text and tool calls of the assistant become one message. If
+    Reasoning, and the assistant's text and tool calls after it, become one message. If
     this message has no text, its content is null, as in the chat API.
     """
     if isinstance(given, str):
@@ -187,7 +189,10 @@ class NamedFunction(Strict):
 
 
 class FunctionTool(Function, NamedFunction):
-    """A tool of chats, with the members of `function` in the same object."""
+    """A tool of /v1/responses.
+
+    Its members include those that a tool of a chat request nests in `function`.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -216,7 +221,7 @@ _Metadata = Annotated[
 _Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 
 
-class ResponsesRequest(ShapingFields, CommonFields):
+class ResponsesRequest(SamplingAndStopFields, CommonFields):
     endpoint = "/v1/responses"
     summary = "Answers a text or a conversation."
 
@@ -304,9 +309,13 @@ class ResponsesChat(ChatRequest):
         return chat.model_copy(update={"original": original})
 
 
-def _nested(flat: dict[str, Any], name: str) -> dict[str, Any]:
-    """Moves all members except `type` into a member `name`, as the chat API does."""
-    return {"type": flat["type"], name: {k: v for k, v in flat.items() if k != "type"}}
+def _nested(flat: dict[str, Any], outer: str) -> dict[str, Any]:
+    """Returns the chat API's form of an object of /v1/responses.
+
+    Args:
+        outer: The name of the member that holds all members of `flat` except `type`.
+    """
+    return {"type": flat["type"], outer: {k: v for k, v in flat.items() if k != "type"}}
 
 
 def parse_responses(body: dict[str, Any]) -> ResponsesChat:

@@ -62,7 +62,7 @@ class _Item:
         self.position: dict[str, Any] = {"item_id": self.id, "output_index": index}
         if kind != _CALL:
             self.position["content_index"] = 0
-        # Encoded logprobs, one entry per token. Entries in events lack the raw bytes.
+        # Encoded logprobs, one entry per token. The entries for events lack `bytes`.
         self._logprobs: list[bytes] = []
         self._event_logprobs: list[bytes] = []
 
@@ -141,14 +141,14 @@ class ResponsesWriter(ResponseWriter):
         self._item: _Item | None = None  # the item that is being written
         self._output: list[dict[str, Any]] = []  # the completed items
         self._num_events = 0
-        # Logprobs of tokens with a text that is still held back. The text may turn out
-        # to be message text or a tool call.
-        self._pending: list[TokenReport] = []
+        # Logprobs of tokens that belong to no item yet, because their text is held
+        # back: it may turn out to be message text or a tool call.
+        self._pending_logprobs: list[TokenReport] = []
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
-        """Returns the events of a piece, without the events that end the last item."""
+        """Returns the events of a piece. The item that the piece extends stays open."""
         events = []
-        if piece.first:
+        if piece.is_first:
             response = self._response("in_progress")
             events = [
                 self._event(kind, response=response)
@@ -164,7 +164,7 @@ class ResponsesWriter(ResponseWriter):
         """
         events = self.chunk(piece)
         status = _status(piece)
-        events += b"".join(self._end(piece))
+        events += b"".join(self._end_last_item(piece))
         response = self._response(status, usage)
         response = {**response, "baton_kv": usage.baton_kv(), **extra}
         return events + self._event(status, response=response)
@@ -189,21 +189,21 @@ class ResponsesWriter(ResponseWriter):
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
         status = _status(pieces[0])
-        _ = [*self._end(pieces[0])]
+        _ = [*self._end_last_item(pieces[0])]
         return _encode({**self._response(status, usage), **extra})
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
         """Adds a piece to the items, and yields its events."""
         if piece.reasoning:
-            self._pending.clear()  # these tokens are blanks before the reasoning
+            self._pending_logprobs.clear()  # of whitespace before the reasoning
             yield from self._add(_REASONING, piece.reasoning)
-        self._pending += (
+        self._pending_logprobs += (
             report for report in piece.logprobs or () if report.is_of_text
         )
         if piece.text:
             yield from self._add(_MESSAGE, piece.text)
         for call in piece.tool_calls:
-            self._pending.clear()
+            self._pending_logprobs.clear()
             yield from self._add(_CALL, call.arguments, call)
 
     def _add(
@@ -215,8 +215,8 @@ class ResponsesWriter(ResponseWriter):
         """
         begins_call = call is not None and call.name is not None
         if self._item is None or self._item.kind != kind or begins_call:
-            yield from self._close("completed")
-            self._forget_before(text)
+            yield from self._close_item("completed")
+            self._drop_pending_before(text)
             self._item = item = _Item(kind, self._id, len(self._output), call)
             yield self._event(
                 "output_item.added",
@@ -239,43 +239,49 @@ class ResponsesWriter(ResponseWriter):
                 **item.event_logprobs(begin),
             )
 
-    def _forget_before(self, text: str) -> None:
-        """Drops the pending tokens before the tokens of `text`.
+    def _drop_pending_before(self, text: str) -> None:
+        """Drops the pending logprobs of the tokens that precede `text` in the output.
 
-        `text` is the beginning of a new item. The dropped tokens are blanks, or the end
-        of a tool call.
+        `text` is the beginning of a new item. The dropped tokens are whitespace, or the
+        end of a tool call.
         """
-        pending_bytes = b"".join(report.token.raw for report in self._pending)
+        pending_bytes = b"".join(report.token.raw for report in self._pending_logprobs)
         begin = pending_bytes.rfind(text.encode())
-        ends = accumulate(len(report.token.raw) for report in self._pending)
-        pairs = zip(self._pending, ends, strict=True)
-        self._pending = [report for report, end in pairs if end > begin]
+        ends = accumulate(len(report.token.raw) for report in self._pending_logprobs)
+        pairs = zip(self._pending_logprobs, ends, strict=True)
+        self._pending_logprobs = [report for report, end in pairs if end > begin]
 
     def _take_pending(self, item: _Item) -> None:
         """Moves the pending logprobs to the item."""
-        item.add_logprobs(self._pending)
-        self._pending.clear()
+        item.add_logprobs(self._pending_logprobs)
+        self._pending_logprobs.clear()
 
-    def _end(self, piece: ChoicePiece) -> Iterator[bytes]:
-        """Closes the last item, and yields the events that end the item.
+    def _end_last_item(self, piece: ChoicePiece) -> Iterator[bytes]:
+        """Closes the response's last item, and yields the events that end the item.
 
         If there is no item, an empty message is added first, because a response has at
         least one item. A tool call without its complete arguments gets the status
         "incomplete", even if the response is complete.
+
+        Args:
+            piece: The last piece, or all pieces of the choice joined.
         """
         if self._item is None:
             yield from self._add(_MESSAGE, "")
         elif self._item.kind == _MESSAGE:
-            # The pending tokens have no text, such as the end-of-sequence token.
+            # The pending logprobs are of tokens without text, such as the
+            # end-of-sequence token.
             self._take_pending(self._item)
         is_incomplete_call = (
             self._item is not None
             and self._item.kind == _CALL
             and piece.finish_reason != "tool_calls"
         )
-        yield from self._close("incomplete" if is_incomplete_call else _status(piece))
+        yield from self._close_item(
+            "incomplete" if is_incomplete_call else _status(piece)
+        )
 
-    def _close(self, status: str) -> Iterator[bytes]:
+    def _close_item(self, status: str) -> Iterator[bytes]:
         """Moves the current item, if any, to the output, and yields its last events."""
         item = self._item
         self._item = None
@@ -300,7 +306,7 @@ class ResponsesWriter(ResponseWriter):
         return b"event: " + name.encode() + b"\n" + sse.event(_encode(event))
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
-        """Returns the response object with the items that are completed so far."""
+        """Returns the response object with the items completed so far."""
         original = self._original_request
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         choice = original.tool_choice

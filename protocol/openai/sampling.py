@@ -40,7 +40,9 @@ def integer(default: int | None, low: int, high: int) -> Any:
 
 
 def _listed(item: Any, min_length: int, max_length: int) -> Read:
-    """Returns the annotation of a list field. The list is stored as a tuple."""
+    """Returns the annotation of a field that is a list in requests and a tuple in
+    Python.
+    """
     size = Field(fail_fast=True, min_length=min_length, max_length=max_length)
     return Read(Annotated[list[item], size], tuple)
 
@@ -49,9 +51,9 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _TokenId = Annotated[int, Field(ge=0, le=MAX_INT31)]
 # A token id as the key of a JSON object, which must be a string.
-_TokenText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+_TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_ListedBiases = Field(
+_BiasesField = Field(
     max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
 )
 
@@ -63,7 +65,7 @@ AnswerId = Annotated[
     str | None,
     Field(pattern="^[!-~]{1,128}$", description="1 to 128 visible ASCII characters"),
 ]
-# Fields that only OpenAI's servers use. No response of Baton depends on these fields.
+# Fields that change nothing in Baton, such as those that only OpenAI's servers use.
 UnreadText = Annotated[
     str | None, Field(description="a string; it changes nothing here")
 ]
@@ -112,7 +114,7 @@ BadWords = Annotated[
 Biases = Annotated[
     dict[int, float],
     Read(
-        Annotated[dict[_TokenText, _Bias], _ListedBiases],
+        Annotated[dict[_TokenIdKey, _Bias], _BiasesField],
         lambda biases: {int(token): bias for token, bias in biases.items()},
     ),
     Field(
@@ -155,8 +157,8 @@ class SamplingFields(Strict):
     )
 
 
-class ShapingFields(SamplingFields):
-    """The fields of all generating endpoints that affect the content of an answer."""
+class SamplingAndStopFields(SamplingFields):
+    """Fields for sampling and stopping that all generating endpoints have."""
 
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -180,7 +182,7 @@ class GenerationConfig(SamplingFields):
 
 
 class CommonFields(Strict):
-    """The fields that all generating endpoints share, except for ShapingFields."""
+    """Fields that all generating endpoints have besides SamplingAndStopFields."""
 
     model: ModelName = ""
     request_id: AnswerId = None
@@ -211,9 +213,9 @@ class CommonFields(Strict):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether this is a prefill leg.
+        """Whether this request is a prefill leg.
 
-        A proxy changes fields of a prefill leg, such as the limit of tokens. Therefore
+        A proxy changes fields of a prefill leg, such as the token limit. Therefore
         fields that contradict each other are valid in a prefill leg.
         """
         params = self.kv_transfer_params
@@ -228,11 +230,11 @@ class CommonFields(Strict):
             )
 
 
-class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
+class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     """The fields that completions and chats share."""
 
-    # Names of the fields with the prompt, the limit of output tokens and the number of
-    # logprobs, for error messages.
+    # Names, for error messages, of the fields with the prompt, the token limit and the
+    # number of logprobs.
     prompt_field: ClassVar[str] = "prompt"
     usual_limit_field: ClassVar[str] = "max_completion_tokens"
     logprobs_field: ClassVar[str] = "logprobs"
@@ -302,7 +304,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def token_limit(self) -> int | None:
-        """The client's limit of output tokens, or None."""
+        """The client's limit on output tokens, or None."""
         limits = (self.max_tokens, self.max_completion_tokens)
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -310,7 +312,8 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
     def drops_oldest_messages(self) -> bool:
         """Whether a prompt that is too long loses its oldest messages.
 
-        Otherwise such a prompt loses its first tokens.
+        Otherwise such a prompt loses its first tokens if the request sets
+        `truncate_prompt_tokens`, and is refused if not.
         """
         return False
 
@@ -332,7 +335,10 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
 
     @property
     def limit_field(self) -> str:
-        """Name of the field with the `token_limit`, for error messages."""
+        """Name, for error messages, of the field that sets the `token_limit`.
+
+        Without a limit, the name of the field in which clients usually set it.
+        """
         if self.max_tokens is not None and self.max_tokens == self.token_limit:
             return "max_tokens"
         return self.usual_limit_field
@@ -361,7 +367,8 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
         A subclass calls this method before its own checks.
         """
         super().check()
-        _ = self.guided  # raises InvalidRequest if several fields set a grammar
+        # This property raises InvalidRequest if several fields set a grammar.
+        _ = self.guided_decoding
         if self.stream and self.prompt_logprobs is not None:
             refuse(
                 "prompt_logprobs",
@@ -374,7 +381,7 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
             )
             refuse("min_tokens", problem)
 
-    def sampling(self, seed: int) -> SamplingParams:
+    def sampling_params(self, seed: int) -> SamplingParams:
         """Returns the engine's sampling parameters.
 
         Args:
@@ -388,6 +395,6 @@ class GenerationRequest(ShapingFields, StructuredFields, CommonFields):
             "top_k": max(self.top_k, 0),
             "seed": seed,
             "num_logprobs": self.num_logprobs,
-            "grammar": self.guided.grammar if self.guided else None,
+            "grammar": self.guided_decoding.grammar if self.guided_decoding else None,
         }
         return SamplingParams(**{name: getattr(self, name) for name in shared} | values)

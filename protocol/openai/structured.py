@@ -18,7 +18,7 @@ from protocol import exact_json
 from protocol.messages import Grammar
 from protocol.openai.requests import Read, Strict, fault, refuse
 
-MAX_CHOICES = 1024
+MAX_CHOICE_TEXTS = 1024
 
 
 class GuidedDecoding(NamedTuple):
@@ -42,7 +42,7 @@ def _schema_grammar(schema: dict[str, Any] | str) -> Grammar:
 
 _Text = Annotated[str, Field(min_length=1)]
 _Choices = Annotated[
-    list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)
+    list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICE_TEXTS)
 ]
 JsonSchema = Annotated[
     Grammar | None,
@@ -60,7 +60,7 @@ Choice = Annotated[
         _Choices,
         lambda texts: Grammar("choice", json.dumps(texts, ensure_ascii=False)),
     ),
-    Field(description=f"a list of 1 to {MAX_CHOICES} strings"),
+    Field(description=f"a list of 1 to {MAX_CHOICE_TEXTS} strings"),
 ]
 LarkGrammar = Annotated[
     Grammar | None,
@@ -191,7 +191,7 @@ class StructuredFields(Strict):
     grammar: LarkGrammar = None
 
     @cached_property
-    def guided(self) -> GuidedDecoding | None:
+    def guided_decoding(self) -> GuidedDecoding | None:
         """The grammar that the output must match, or None.
 
         Raises:

@@ -1,8 +1,8 @@
-"""Counts the tokens of a relayed response, for API keys with limits of tokens.
+"""Counts the tokens of a relayed response, for API keys with a token limit.
 
-If the response has a `usage`, its numbers are used. Otherwise the tokens in the frames
-of the stream are counted (protocol/resume.py). If the stream has no frames either, each
-event counts as one token. This is a lower bound, because an event may have more tokens.
+If the response has a `usage`, its numbers are used. Otherwise the tokens that Baton's
+failover frames list are counted (protocol/resume.py). Without frames, each event counts
+as one token. This is a lower bound, because an event may have more tokens.
 """
 
 import msgspec
@@ -11,8 +11,8 @@ from protocol.resume import num_tokens_of
 
 
 class _Usage(msgspec.Struct):
-    """The usage of completions and chats (the first two members), or of
-    /v1/responses.
+    """The usage of completions and chats (the first two members), or of /v1/responses
+    (the last two).
     """
 
     prompt_tokens: int | None = None
@@ -26,7 +26,7 @@ class _Response(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The members of a response or of an event that TokenMeter reads.
+    """The members that TokenMeter reads in a response or an event.
 
     Attributes:
         response: The complete response in the last event of /v1/responses.
@@ -47,7 +47,7 @@ class TokenMeter:
     """The token counts of one response so far.
 
     Attributes:
-        num_prompt_tokens: The number that the server has reported; None before that.
+        num_prompt_tokens: The number that the server has reported; None until then.
         has_begun: Whether a part of the response has shown that the request uses
             tokens.
     """
@@ -69,7 +69,7 @@ class TokenMeter:
         self.has_begun = False
         # Number of generated tokens that the server has reported in a usage.
         self._num_reported_tokens: int | None = None
-        # Number of generated tokens in the frames of the stream.
+        # Number of generated tokens in the failover frames of the stream.
         self._num_framed_tokens = 0
         self._num_events = 0
 
@@ -78,7 +78,7 @@ class TokenMeter:
         self._read(body)
 
     def on_frame(self, text: bytes) -> None:
-        """Counts the tokens in a frame's text."""
+        """Counts the tokens that a failover frame lists."""
         self.has_begun = True
         self._num_framed_tokens += num_tokens_of(text)
 

@@ -32,7 +32,9 @@ class TokenizeRequest(PromptFields):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            problem = f"is {short_repr(self.prompt)}; send either it or `messages`"
+            problem = (
+                f"is {short_repr(self.prompt)}; send either `prompt` or `messages`"
+            )
             refuse("prompt", problem)
         if self.messages is not None:
             self.as_generation().check()

@@ -103,7 +103,7 @@ class Tools:
         return frozenset(tool["function"]["name"] for tool in self.offered)
 
     @property
-    def guided(self) -> GuidedDecoding | None:
+    def guided_decoding(self) -> GuidedDecoding | None:
         """The grammar that the answer must match; None unless a call is required."""
         if self.mode == "named":
             names = [tool["function"]["name"] for tool in self.offered]

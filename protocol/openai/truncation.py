@@ -13,7 +13,7 @@ def max_prompt_tokens(max_model_len: int, token_limit: int | None) -> int:
 
     Args:
         max_model_len: Length of the context in tokens.
-        token_limit: The client's limit of output tokens, or None.
+        token_limit: The client's limit on output tokens, or None.
     """
     reserved = token_limit
     if reserved is None:

@@ -50,7 +50,7 @@ def _prepare(
     request = validate(CompletionRequest, {**body, **members})
     add = AddRequest(
         request_id="r", token_ids=_PROMPT,
-        sampling=request.sampling(99 if request.seed is None else request.seed),
+        sampling=request.sampling_params(99 if request.seed is None else request.seed),
         max_tokens=request.token_limit if request.token_limit is not None else 9,
         stop_token_ids=[2, *request.stop_token_ids], num_choices=request.num_candidates,
         num_prompt_logprobs=request.num_prompt_logprobs,

@@ -24,7 +24,7 @@ from protocol.kv_params import HINT, RELEASE_PATH, SENDER_RELEASES, KVTransferPa
 from protocol.openai import openapi
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
-from protocol.openai.requests import used_fields, validate
+from protocol.openai.requests import supported_fields, validate
 from protocol.openai.responses_request import ResponsesRequest
 from protocol.settings.settings import PROGRAMS, UpSettings, load
 from protocol.settings.sources import (
@@ -183,7 +183,7 @@ def test_fields_of_responses_are_documented():
     )
     of_all = {"model", "stream", "kv_transfer_params"}
     named = set(re.findall(r"`(\w+)", text.partition("### Differences")[0]))
-    assert named == used_fields(ResponsesRequest) - of_all
+    assert named == supported_fields(ResponsesRequest) - of_all
 
 
 # -- docs/api.md

@@ -427,10 +427,12 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
     request = ChatRequest(
         model="m", messages=[{"role": "user", "content": "Hi"}], **requested
     )
-    assert request.guided is not None
+    assert request.guided_decoding is not None
     prompt = harmony.encode(harmony.render_chat([{"role": "user", "content": "Hi"}]))
     settings = DecodeSettings(_cli_parse_args=[])
-    grammar = answer_grammar(request.guided.grammar, request, prompt, harmony, settings)
+    grammar = answer_grammar(
+        request.guided_decoding.grammar, request, prompt, harmony, settings
+    )
     assert grammar is not None and grammar.reasoning == "harmony"
     sampling = SamplingParams(grammar=grammar)
     add = AddRequest(request_id="a", token_ids=[1], max_tokens=9, sampling=sampling)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.openai.requests import BODIES, used_fields
+from protocol.openai.requests import BODIES, supported_fields
 from tests.engine.test_exact_schemas import IDS, INT64, matches
 from tests.rigs.http_server import serving_4k, text_script
 
@@ -174,7 +174,7 @@ async def test_no_field_fails_the_server_with_a_number_beyond_float64(tokenizer,
         "messages": '[{"role":"user","content":"Hi"}]',
         "input": '"Hi"',
     }
-    used = used_fields(BODIES[path])
+    used = supported_fields(BODIES[path])
     required_fields = {name: text for name, text in needed.items() if name in used}
     async with serving_4k(
         tokenizer, text_script(tokenizer, "x", finish_reason="stop")

@@ -60,16 +60,19 @@ OF_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
             completion(stream_options={}, kv_transfer_params=LEG),
             {"include_usage": False},
         ),
-        (completion(response_format={"type": "text"}), {"guided": None}),
-        (completion(response_format=None, structured_outputs=None), {"guided": None}),
-        (responses(text={"format": {"type": "text"}}), {"guided": None}),
+        (completion(response_format={"type": "text"}), {"guided_decoding": None}),
+        (
+            completion(response_format=None, structured_outputs=None),
+            {"guided_decoding": None},
+        ),
+        (responses(text={"format": {"type": "text"}}), {"guided_decoding": None}),
         (
             responses(text={"format": {"type": "json_schema", **NAMED}}),
-            {"guided": GuidedDecoding(OF_SCHEMA, "text.format.schema")},
+            {"guided_decoding": GuidedDecoding(OF_SCHEMA, "text.format.schema")},
         ),
         (
             responses(max_output_tokens=7, seed=3),
-            {"token_limit": 7, "seed": 3, "guided": None},
+            {"token_limit": 7, "seed": 3, "guided_decoding": None},
         ),
     ],
 )
@@ -103,7 +106,7 @@ def test_numbers_within_the_bounds_of_openais_api_are_accepted(parse, fields):
 
 
 def test_top_p_of_0_becomes_a_tiny_positive_number():
-    assert 0 < completion(top_p=0).sampling(1).top_p < 1e-6
+    assert 0 < completion(top_p=0).sampling_params(1).top_p < 1e-6
 
 
 def test_best_of_0_means_that_it_is_not_set():
@@ -141,7 +144,7 @@ SHAPES = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalt
     ],
 )
 def test_sampling_fields_reach_the_engine(fields, expected):
-    sampling = completion(**fields).sampling(9)
+    sampling = completion(**fields).sampling_params(9)
     assert {name: getattr(sampling, name) for name in expected} == expected
 
 
@@ -225,7 +228,7 @@ def test_default_of_tool_choice_is_none_without_tools_and_auto_with_tools():
     result = toolset_of(tools=[tool(description="d", parameters=None)])
     assert (result.mode, result.active, result.parallel) == ("auto", True, True)
     assert result.offered == (tool(description="d"),)
-    assert result.guided is None
+    assert result.guided_decoding is None
 
 
 def test_answer_must_match_the_schema_of_a_named_tool():
@@ -233,17 +236,20 @@ def test_answer_must_match_the_schema_of_a_named_tool():
     tools = [tool(), tool("g", parameters=NUMBER)]
     result = toolset_of(tools=tools, tool_choice=choice)
     assert (result.mode, result.name) == ("named", "g")
-    assert result.guided is not None
-    assert result.guided.field == "tools[1].function.parameters"
-    assert json.loads(result.guided.grammar.text) == NUMBER
+    assert result.guided_decoding is not None
+    assert result.guided_decoding.field == "tools[1].function.parameters"
+    assert json.loads(result.guided_decoding.grammar.text) == NUMBER
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_answer_must_consist_of_calls_if_a_call_is_required(parallel):
     fields = {"tools": [tool(parameters=NUMBER)], "tool_choice": "required"}
     result = toolset_of(**fields, parallel_tool_calls=parallel)
-    assert result.guided is not None and result.guided.grammar.kind == "calls"
-    demanded = json.loads(result.guided.grammar.text)
+    assert (
+        result.guided_decoding is not None
+        and result.guided_decoding.grammar.kind == "calls"
+    )
+    demanded = json.loads(result.guided_decoding.grammar.text)
     assert demanded == {"tools": [["f", NUMBER]], "is_parallel": parallel}
 
 
@@ -294,5 +300,5 @@ def structured(**members: Any) -> dict[str, Any]:
 )
 def test_every_field_for_structured_output_is_accepted(fields, field, grammar):
     for parsed in (completion(**fields), chat(**fields)):
-        assert parsed.guided == GuidedDecoding(grammar, field)
-        assert parsed.sampling(1).grammar == grammar
+        assert parsed.guided_decoding == GuidedDecoding(grammar, field)
+        assert parsed.sampling_params(1).grammar == grammar

@@ -26,7 +26,7 @@ def responses_writer(**fields: Any) -> ResponsesWriter:
 
 
 def test_response_of_a_single_piece_has_all_events():
-    piece = ChoicePiece(0, "x", first=True, finish_reason="length")
+    piece = ChoicePiece(0, "x", is_first=True, finish_reason="length")
     payload = sse_events(responses_writer().last_chunk(piece, USAGE, {}).decode())
     assert " ".join(name.removeprefix("response.") for name, _ in payload) == (
         "created in_progress output_item.added content_part.added output_text.delta "
@@ -70,7 +70,9 @@ def test_chat_event_contains_one_kind_of_content():
         ToolCallPiece(0, "{}"),
         ToolCallPiece(1, "", "b", "g"),
     ]
-    piece = ChoicePiece(0, "So", [1, 2], None, "tool_calls", first=True, reasoning="hm")
+    piece = ChoicePiece(
+        0, "So", [1, 2], None, "tool_calls", is_first=True, reasoning="hm"
+    )
     piece.tool_calls = calls
     request = validate(
         ChatRequest, {"model": "m", "messages": [USER], "return_token_ids": True}

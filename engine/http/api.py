@@ -26,8 +26,8 @@ from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
 # The most bytes of the members that a proxy adds to a body, which do not count towards
-# --max-body-bytes. The member kv_transfer_params contains a prompt's logprobs if the
-# client requests logprobs: 20 bytes each, at most limits.MAX_PROMPT_LOGPROBS of them.
+# --max-body-bytes. The member kv_transfer_params contains the prompt's logprobs if the
+# client requests them: 20 bytes each, at most limits.MAX_PROMPT_LOGPROBS of them.
 KV_PARAMS_BYTES = 2**26
 
 
@@ -102,11 +102,12 @@ class ServerHooks:
         """
         return ()
 
-    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
+    def finish(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
         """Return the members that the leg adds to the JSON response.
 
         Args:
-            finals: the last delta of each prompt's first choice, in order of prompts.
+            last_deltas: the last delta of each prompt's first choice, in the order of
+                the prompts.
         """
         return {}
 
@@ -131,7 +132,8 @@ class Api:
         generation_config: the model's defaults for fields that a request leaves out.
 
     Raises:
-        ValueError: the settings name unusable keys or certificates.
+        ValueError: a TLS file is unusable, or an option needs API keys and there are
+            none.
     """
 
     client: EngineClient

@@ -132,8 +132,7 @@ class _Pages:
         """Report whether the engine can serve, with the model and the engine's sizes.
 
         The status is 503 while the server starts or shuts down, and after the engine
-        has failed. Clients without the rights of an administrator do not receive the
-        details.
+        has failed. If the server has API keys, only admins receive the details.
         """
         client = self._api.client
         reason = None
@@ -208,7 +207,7 @@ class _Pages:
         return JSONResponse({"released": len(messages)})
 
     async def drain(self, request: Request) -> Response:
-        """Shut the server down, as SIGTERM does: its streams migrate to other servers.
+        """Shut the server down, as SIGTERM does: its requests migrate or finish.
 
         The response is sent without waiting for the shutdown.
         """
@@ -217,9 +216,9 @@ class _Pages:
         return JSONResponse({"draining": True})
 
     async def migrate(self, request: Request) -> Response:
-        """Migrate at most N streams to other servers; the body is {"requests": N}.
+        """Migrate at most N requests to other servers; the body is {"requests": N}.
 
-        The response has the number of streams that will migrate.
+        The response has the number of requests that will migrate.
         """
         check_operator(request.scope)
         members, _ = await read_json(

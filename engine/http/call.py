@@ -37,9 +37,9 @@ from protocol.resume import HEADER, Resume
 
 log = get_logger(__name__)
 
-# When a stream resumes at this server, the replay of its frames yields to the event
-# loop each time it has replayed this many.
-_REPLAYED_AT_ONCE = 64
+# When a response resumes at this server, the replay of its frames lets other tasks of
+# the event loop run each time it has replayed this many frames.
+_FRAMES_REPLAYED_AT_ONCE = 64
 
 
 class HttpRequestState:
@@ -76,7 +76,7 @@ class HttpRequestState:
         )
         texts = client_texts(parsed)
         if parsed.truncate_prompt_tokens is not None:
-            # An echo contains only the tokens that truncation has left.
+            # An echo contains only the tokens that remain after truncation.
             texts = [None] * len(texts)
         num_choices = parsed.num_candidates
         self._prompts = {
@@ -138,7 +138,7 @@ class HttpRequestState:
         request's frames instead, with which another server continues.
 
         Args:
-            pieces: the pieces that have arrived, including those that `_replay` has
+            pieces: the pieces that have arrived so far, including those that `_replay`
                 returned.
         """
         merged: dict[int, ChoicePiece] = {}
@@ -167,14 +167,13 @@ class HttpRequestState:
         )
 
     def prefill_kv_headers(self) -> dict[str, str]:
-        """Return the header that describes the KV of the prefill legs.
+        """Return the header that counts the prefill legs' prompt tokens by KV source.
 
-        Returns {} until the engine has reported the usage of every prompt, and if no KV
-        came from a prefill leg.
+        Returns {} while a prompt has no usage yet, and if all these counts are 0.
         """
-        first_usages = [prompt.first_usage for prompt in self._prompts.values()]
-        usage = Usage(kv=add_kv([first for first in first_usages if first is not None]))
-        if None in first_usages or not any(usage.baton_kv("prefill_").values()):
+        usages = [prompt.latest_usage for prompt in self._prompts.values()]
+        usage = Usage(kv=add_kv([kv for kv in usages if kv is not None]))
+        if None in usages or not any(usage.baton_kv("prefill_").values()):
             return {}
         return {PREFILL_KV_HEADER: kv_header(usage, "prefill_")}
 
@@ -240,7 +239,7 @@ class HttpRequestState:
         for prompt in self._prompts.values():
             if prompt.is_resumed and self._parsed.num_prompt_logprobs is not None:
                 # The client has already received the prompt's logprobs. Placeholders
-                # take their place, because `prompt_report` needs one for each token.
+                # replace them, because `prompt_report` needs an entry for each token.
                 prompt.add_logprobs([None] * len(prompt.ids))
         for number, frame in enumerate(resumed.frames, 1):
             frame_pieces = []
@@ -260,7 +259,7 @@ class HttpRequestState:
                 self.events(frame_pieces)
             else:
                 pieces += frame_pieces
-            if number % _REPLAYED_AT_ONCE == 0:
+            if number % _FRAMES_REPLAYED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return pieces
 
@@ -274,7 +273,7 @@ class HttpRequestState:
             raise delta.error.to_error()
         prompt = self._prompts[delta.request_id]
         if delta.choice == 0 and delta.usage is not None:
-            delta = prompt.with_first_usage(delta)
+            delta = prompt.record_usage(delta)
         choice = prompt.choices[delta.choice]
         was_stopped = choice.hit_stop_string
         piece = choice.feed(delta)
@@ -327,16 +326,16 @@ class HttpRequestState:
             The usage, and the members that `ServerHooks.finish` adds to the response.
         """
         usage = self._usage()
-        finals = self._finals()
-        extra = self._hooks.finish(finals)
-        times = finals[0].times if finals else None
+        last_deltas = self._last_deltas()
+        extra = self._hooks.finish(last_deltas)
+        times = last_deltas[0].times if last_deltas else None
         self.stats.mark_finished(usage, finish_reason or "stop", times)
         return usage, extra
 
-    def _finals(self) -> list[TokenDelta]:
+    def _last_deltas(self) -> list[TokenDelta]:
         """Return the last delta of each prompt's first choice, if it has arrived."""
-        finals = [prompt.choices[0].final for prompt in self._prompts.values()]
-        return [final for final in finals if final is not None]
+        deltas = [prompt.choices[0].last_delta for prompt in self._prompts.values()]
+        return [delta for delta in deltas if delta is not None]
 
     def _usage(self) -> Usage:
         """Return the request's usage.
@@ -346,7 +345,9 @@ class HttpRequestState:
         """
         prompts = self._prompts.values()
         choices = [choice for prompt in prompts for choice in prompt.choices]
-        usages = [final.usage for final in self._finals() if final.usage is not None]
+        usages = [
+            delta.usage for delta in self._last_deltas() if delta.usage is not None
+        ]
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             completion_tokens=sum(choice.num_tokens for choice in choices),

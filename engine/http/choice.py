@@ -78,7 +78,9 @@ class PromptGeneration:
         self.ids = add.token_ids
         # Whether another server began the response.
         self.is_resumed = bool(add.resumed_choices)
-        self.first_usage: KVUsage | None = None  # reported with the first token
+        # The usage of the first choice's latest delta that has one. In a resumed
+        # response, the usage of its first delta is kept.
+        self.latest_usage: KVUsage | None = None
         self.request = request
         self._client_text = client_text
         self._tokenizer = tokenizer
@@ -113,19 +115,19 @@ class PromptGeneration:
         """Append the logprobs of the prompt's next tokens."""
         self._logprobs += logprobs
 
-    def with_first_usage(self, delta: TokenDelta) -> TokenDelta:
-        """Return the first choice's first or last delta, with corrected usage.
+    def record_usage(self, delta: TokenDelta) -> TokenDelta:
+        """Store the usage of the first choice's first or last delta; return the delta.
 
-        Stores the usage of the first delta in `first_usage`. In a response that resumed
-        at this server, the last delta gets the number of cached tokens of the first
+        In a response that resumed at this server, the usage of the last delta is not
+        stored, and the returned delta has the number of cached tokens of the first
         delta. So the client does not see that this server computed tokens again.
         """
-        first_usage = self.first_usage
+        stored = self.latest_usage
         usage = delta.usage
-        if first_usage and usage and self.is_resumed and delta.finish_reason:
-            usage = replace(usage, cached_tokens=first_usage.cached_tokens)
+        if stored and usage and self.is_resumed and delta.finish_reason:
+            usage = replace(usage, cached_tokens=stored.cached_tokens)
             return replace(delta, usage=usage)
-        self.first_usage = usage
+        self.latest_usage = usage
         return delta
 
     def token_report(
@@ -204,7 +206,8 @@ class PromptGeneration:
         return text, tokens
 
     def _prompt_logprobs(self) -> list[Any] | None:
-        """Return `prompt_logprobs` in vLLM's format; None if it is not requested.
+        """Return `prompt_logprobs` in vLLM's format; None if it is not requested, and
+        for a prefill leg, which returns them in its `kv_transfer_params`.
 
         The list has an entry for each token of the prompt: null for the first token,
         and for all others an object that maps token ids to logprobs.
@@ -285,7 +288,7 @@ class ChoiceStream:
         num_tokens: the number of generated tokens. Tokens after a stop string do not
             count.
         num_reasoning_tokens: how many of the `num_tokens` belong to the reasoning.
-        final: the choice's last delta; None until it arrives.
+        last_delta: the choice's last delta; None until it arrives.
         hit_stop_string: whether a stop string has ended the text.
     """
 
@@ -301,7 +304,7 @@ class ChoiceStream:
         request = prompt.request
         self.index = index
         self.num_tokens = 0
-        self.final: TokenDelta | None = None
+        self.last_delta: TokenDelta | None = None
         self.hit_stop_string = False
         self._last_token_id: int | None = None
         self._sum_logprobs = 0.0
@@ -324,7 +327,8 @@ class ChoiceStream:
             echoes_prompt=request.wants_echo,
         )
         self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
-        # Characters of the answer so far, including those that a parser holds back.
+        # Number of characters in the answer so far, including those that a parser holds
+        # back.
         self._offset = 0
         self._is_first_piece = True
         self._tool_parser = tool_parser
@@ -339,7 +343,7 @@ class ChoiceStream:
         """Whether the engine would generate more tokens after a stop string."""
         return (
             self.hit_stop_string
-            and self.final is None
+            and self.last_delta is None
             and self.num_tokens < self._max_tokens
         )
 
@@ -425,7 +429,7 @@ class ChoiceStream:
                 piece.logprobs.append(replace(report, is_of_text=is_of_text))
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
-        self.final = delta
+        self.last_delta = delta
         if not self.hit_stop_string:
             text, self.hit_stop_string = self._stops.push(self._detokenizer.flush())
             text += self._stops.flush()

@@ -77,9 +77,12 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
 
 
 def _release_referenced_kv(api: Api, members: dict[str, Any]) -> None:
-    """Release the KV to which a body's members refer, as its request never started.
+    """Release the KV to which a request refers. The request has not started.
 
     Does nothing if the sender of the request releases the KV itself.
+
+    Args:
+        members: the members of the request's body.
     """
     params = members.get("kv_transfer_params")
     if not sender_releases(params):
@@ -160,8 +163,8 @@ def _parsing_size(api: Api, num_bytes: int) -> int:
     """Return the `size` argument of `TextWorkers.run_python` for parsing a body.
 
     The result is 0 for a body that is small enough to be parsed on the event loop. It
-    is at most --max-body-bytes: a body exceeds this limit only by the references to KV
-    that proxies add.
+    is at most --max-body-bytes: a body exceeds this limit only by the members that
+    proxies add.
     """
     if num_bytes <= INLINE_BODY_BYTES:
         return 0

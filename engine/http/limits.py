@@ -20,9 +20,9 @@ from protocol.short_repr import short_repr
 MAX_REQUEST_TOKENS = 1 << 22
 # A shorter choice counts as this number of tokens: even a short choice takes memory.
 MIN_CHOICE_TOKENS = 256
-# The most logprobs of prompt tokens in one response. Each takes 100 bytes. The event
-# loop writes those of a stream or of a reference to KV, at a few microseconds each. So
-# streams have a lower limit. A thread writes all other responses.
+# The most logprobs of prompt tokens in one response, where each takes 100 bytes. The
+# event loop writes those of a stream, at a few microseconds each, so streams have a
+# lower limit. A thread writes other responses, except for references to KV.
 MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STREAMED_LOGPROBS = 1 << 15
 # The most logprobs of output tokens in one response. This number of logprobs takes
@@ -84,8 +84,8 @@ def check_against_server(
 def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     """Return the grammars that the server must compile before it accepts a request.
 
-    The grammar of the output comes last. If the model must call a tool, the schema of
-    each tool comes before it, so that an error names the tool. The schemas of tools
+    The grammar of the output comes last. If `tool_choice` is "required", the schemas of
+    all tools precede the grammar, so that an error names the tool. The schemas of tools
     that need not be called are not enforced, so they are left out.
 
     Raises:

@@ -29,9 +29,9 @@ from protocol.process.logging import get_logger, request_context
 
 log = get_logger(__name__)
 
-# The most brackets, commas and colons, with their weights below, in the members that
-# proxies add. The limit bounds the time to decode these members to 0.2 s. A reference
-# to many blocks with the 2**19 logprobs of a prompt reaches the limit.
+# The most opening brackets, commas and colons, with their weights below, in the members
+# that proxies add. The limit bounds the time to decode these members to 0.2 s. A
+# reference from a server stays below the limit: 2**19 logprobs have 3.7 million marks.
 MAX_MARKS = 5 << 20
 # Each colon belongs to a member of an object, which takes longer to decode than an
 # element of a list.
@@ -153,9 +153,9 @@ def _check_size(body: bytes, max_bytes: int) -> None:
         if num_marks > MAX_MARKS:
             names = ", ".join(_ProxyMembers.__struct_fields__)
             raise PayloadTooLarge(
-                f"{names}: there are {num_marks} brackets, commas and colons (a colon "
-                f"counts as {_MARK_WEIGHTS[b':']}), the limit is {MAX_MARKS}; send the "
-                "members as a server returned them"
+                f"{names}: there are {num_marks} opening brackets, commas and colons "
+                f"(a colon counts as {_MARK_WEIGHTS[b':']}), the limit is {MAX_MARKS}; "
+                "send the members as a server returned them"
             )
         for value in filter(None, map(bytes, values)):
             client_part = client_part.replace(value, b"", 1)

@@ -10,9 +10,9 @@ from typing import Any
 
 from protocol.errors import ContextLengthExceeded
 
-# Up to these numbers of items and characters are accepted even if the context is short.
-# Rendering them is quick, and tokenizing stops at twice the context. An item is a
-# message, a part of a message, a tool call or a tool.
+# A prompt within these numbers of items and characters is accepted here, even if the
+# context is short: it is quick to render, and tokenizing stops at twice the length of
+# the context. An item is a message, a part of a message, a tool call or a tool.
 MIN_ITEMS_LIMIT = 1024
 MIN_CHARS_LIMIT = 1 << 22
 # Upper bound of the number of characters that Unicode normalization can compose into
@@ -106,8 +106,8 @@ def _prompt_lengths(
     """Yield the field and the number of characters of each prompt."""
     prompts = members.get("prompt")
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    # Validation accepts fewer prompts than `max_items`. A longer list can only be valid
-    # if its elements are token ids, so it has no texts to count.
+    # Validation accepts at most `max_items` prompts. A longer list can only be valid if
+    # its elements are token ids, so it has no texts to count.
     for prompt in prompts[:max_items]:
         if isinstance(prompt, str):
             yield "prompt", len(prompt)

@@ -24,11 +24,11 @@ logger = get_logger(__name__)
 
 TIMEOUT_S = 5.0  # for one registration, and for one look-up of a host name
 LEAVE_TIMEOUT_S = 1.0  # for deregistering from all proxies
-# The pause after the first failure. Each failure in a row doubles the pause, up to the
-# interval between successful registrations.
+# Half of the pause after the first failure. Each further failure in a row doubles the
+# pause, up to the interval between successful registrations.
 RETRY_S = 0.5
-# The random share of each pause. Without it, servers that started together would
-# register at the same times.
+# Each pause is shortened by a random share of at most this. Otherwise servers that
+# started together would register at the same times.
 JITTER = 0.2
 MAX_ANSWER_BYTES = 2**16  # at most this much of a proxy's response is read
 MAX_ADDRESSES = 64  # the most addresses of one host name that are used
@@ -38,9 +38,8 @@ class Registrar:
     """Registers one server with proxies, on one event loop.
 
     Args:
-        proxies: the proxies' URLs. A host name may have the addresses of several
-            proxies.
-        record: the server's record. Each registration sets the record's time.
+        proxies: the proxies' URLs. A host name may resolve to several proxies.
+        record: the server's record. Each registration sets `issued_ms` and `leaving`.
         secret: the cluster secret, which signs the record.
         ca_file: a file with the certificate authorities for https:// proxies; None: the
             system's certificate authorities.

@@ -69,9 +69,9 @@ class ServerMetrics(Metrics):
         """Return the response to GET /stats.
 
         Args:
-            since: the sequence number of the first request to report. A number that no
-                request has reached yet is from before a restart of the server. All
-                recent requests are then reported.
+            since: the sequence number of the first request to report. A number above
+                `num_ended` is from before a restart of the server. All recent requests
+                are then reported.
             server: the server's description.
             engine_values: the engine's metrics.
 

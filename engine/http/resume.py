@@ -206,11 +206,12 @@ class Framing:
         if header is not None:
             is_requested = resume.is_frames_request(api.secret, request_id, header)
         has_one_prompt = len(adds) == 1
-        keeps_its_logprobs = is_stream or adds[0].num_prompt_logprobs is None
+        # A migrating response that is not a stream would lose its prompt's logprobs.
+        keeps_prompt_logprobs = is_stream or adds[0].num_prompt_logprobs is None
         is_movable = bool(
             is_requested
             and has_one_prompt
-            and keeps_its_logprobs
+            and keeps_prompt_logprobs
             and api.settings.advertised_side_channel_host
         )
         num_bytes = 0

@@ -249,7 +249,7 @@ class TextEncoder:
             field: the request's field that has the prompts.
 
         Raises:
-            ContextLengthExceeded: a text has more than `max_model_len` tokens.
+            ContextLengthExceeded: a text has far more than `max_model_len` tokens.
         """
         for prompt in prompts:
             if not isinstance(prompt, str) or len(prompt) <= max_chars:

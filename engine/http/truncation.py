@@ -17,7 +17,7 @@ _CHARS_PER_TOKEN = 16
 MIN_TAIL_CHARS = 2048
 _GROWTH = 4
 # If only the end of a text is encoded, its first tokens may differ from those in the
-# complete text. Up to this number of tokens are therefore encoded but not returned.
+# complete text. So at least this number of tokens are encoded and not returned.
 _MARGIN_TOKENS = 64
 _INSTRUCTIONS = ("system", "developer")
 

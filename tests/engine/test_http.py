@@ -86,8 +86,10 @@ class KVHooks(ServerHooks):
             for add in adds
         ]
 
-    def finish(self, finals: Any) -> dict[str, Any]:
-        return {"kv_transfer_params": [final.usage.transferred for final in finals]}
+    def finish(self, last_deltas: Any) -> dict[str, Any]:
+        return {
+            "kv_transfer_params": [delta.usage.transferred for delta in last_deltas]
+        }
 
 
 async def test_hooks_change_requests_and_answer(tokenizer):

@@ -71,7 +71,7 @@ class DecodeLeg(ServerHooks):
         seed: int | None,
         vocab_size: int,
     ) -> AddRequest:
-        """Return `add` with the reference, or with why the reference is not used.
+        """Return `add` with the reference, or with the reason why it cannot be used.
 
         Args:
             sender_releases: whether the sender of the request ends the lease itself.
@@ -191,7 +191,8 @@ def _check_vocabulary(reference: KVTransferParams, vocab_size: int) -> None:
     largest = max(ids, default=0)
     if largest >= vocab_size:
         problem = (
-            f"have the token id {largest}, and this model has {vocab_size} token ids"
+            f"or prompt_logprobs contains token id {largest}, but this model has only "
+            f"{vocab_size} token ids"
         )
         _reject("first_tokens", problem, "serve the same model on both servers")
 

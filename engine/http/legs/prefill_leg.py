@@ -40,7 +40,7 @@ class PrefillLeg(ServerHooks):
         # transfer id.
         self._request_ids: OrderedDict[str, deque[str]] = OrderedDict()
         # KV blocks of unfinished HTTP requests that have several prompts.
-        self._num_batch_blocks = 0
+        self._num_multi_prompt_blocks = 0
 
     def prepare(
         self, request: GenerationRequest, adds: list[AddRequest], ready: EngineReady
@@ -104,17 +104,17 @@ class PrefillLeg(ServerHooks):
             return no_op
         num_blocks = sum(-(-len(add.token_ids) // ready.block_size) for add in adds)
         limit = ready.num_blocks // 2
-        if self._num_batch_blocks + num_blocks > limit:
+        if self._num_multi_prompt_blocks + num_blocks > limit:
             raise Overloaded(
                 f"the request's {len(adds)} prompts need {num_blocks} KV blocks at "
                 f"once; the limit for all requests with several prompts is {limit}, "
-                f"and {self._num_batch_blocks} blocks are in use; send fewer prompts "
-                "at once, or try again later"
+                f"and {self._num_multi_prompt_blocks} blocks are in use; send fewer "
+                "prompts at once, or try again later"
             )
-        self._num_batch_blocks += num_blocks
+        self._num_multi_prompt_blocks += num_blocks
 
         def release() -> None:
-            self._num_batch_blocks -= num_blocks
+            self._num_multi_prompt_blocks -= num_blocks
 
         return release
 
@@ -129,9 +129,9 @@ class PrefillLeg(ServerHooks):
             for request_id in self._request_ids.pop(transfer_id or "", ())
         ]
 
-    def finish(self, finals: Sequence[TokenDelta]) -> dict[str, Any]:
+    def finish(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
         """Return the `kv_transfer_params` if the KV of every prompt is retained."""
-        params = [final.kv_transfer_params for final in finals]
+        params = [delta.kv_transfer_params for delta in last_deltas]
         if any(param is None for param in params):
             return {}
         return {"kv_transfer_params": params[0] if len(params) == 1 else params}

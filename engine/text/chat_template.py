@@ -1,4 +1,4 @@
-"""Renders a model's Jinja chat template in a sandbox, exactly as transformers does."""
+"""Renders a model's Jinja chat template in a sandbox, as transformers does."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,7 +120,7 @@ class ChatTemplate:
 
 
 class _NullContent(str):
-    """Replaces the `content` of a message in templates if it is null.
+    """The value that templates get for a null `content` of a message.
 
     In a template's tests and comparisons, this object behaves like None. A template
     that writes the content without a test writes an empty text instead of "None".
@@ -166,7 +166,7 @@ def _next_piece(rendering: Iterator[str], field: str) -> str | None:
 
 
 class _DualArguments(dict[str, Any]):
-    """A call's arguments: a dict that becomes JSON when a template adds it to text."""
+    """A call's arguments: a dict that becomes JSON if a template uses `+` with text."""
 
     def __add__(self, text: str) -> str:
         return _tojson(self) + text

@@ -1,9 +1,9 @@
 """Turns token ids into text while they arrive, and finds stop strings in the text.
 
 A detokenizer turns ids into text and holds back bytes that may begin a UTF-8 character.
-`StopFinder` cuts the text before a stop string and holds back text that may begin a
-stop string. Both are pure (no I/O). Their output does not depend on how the tokens and
-the text were divided into pieces.
+`StopFinder` cuts the text at a stop string and holds back text that may begin a stop
+string. Both are pure (no I/O). How the text is divided into pieces does not change what
+`StopFinder` returns in total.
 """
 
 import codecs
@@ -13,12 +13,13 @@ from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
 
-# The text of the first output depends on at most this many of the prompt's last tokens.
-# A character has at most 4 bytes, so it has at most 4 tokens.
+# How many of the prompt's last tokens are decoded together with the output. At most 3
+# of them are bytes of an incomplete character. The others are context, so that decoders
+# keep a space at the start of the output.
 _CONTEXT_TOKENS = 8
 _MAX_INCOMPLETE_BYTES = 3  # a complete UTF-8 character has at most 4 bytes
-# Ids without complete text are held back until there are this many: twice as many as a
-# character has bytes.
+# Ids without complete text are held back until there are this many, which is twice the
+# largest number of bytes in a character.
 _MAX_HELD_IDS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -47,8 +48,8 @@ def create_detokenizer(
             text like other tokens.
         visible_tags: special tokens that have text even if special tokens are skipped.
         echoes_prompt: whether the client receives the text of `echo` before the
-            generated text. If the output does not complete the prompt's last character,
-            the generated text then begins with U+FFFD.
+            generated text. If the prompt ends within a character that the output does
+            not complete, the generated text then begins with U+FFFD.
     """
     visible_ids: dict[int, str] = {}
     for text in visible_tags:
@@ -127,7 +128,7 @@ class ByteDetokenizer:
         return self._token_bytes[token_id]
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """Return the bytes of the prompt's last ids, at least 3 if there are so many.
+        """Return at least the last 3 bytes of the prompt, or all if there are fewer.
 
         These bytes include any incomplete character at the prompt's end.
         """
@@ -139,9 +140,10 @@ class ByteDetokenizer:
         return data
 
     def _resolve_prompt_end(self, next_byte: bytes) -> str:
-        """Complete or discard the incomplete character at the prompt's end.
+        """Keep or discard the incomplete character at the prompt's end.
 
-        If `next_byte` does not continue the character, the decoder forgets it.
+        If `next_byte` does not continue the character, the decoder discards the
+        character's bytes.
 
         Returns:
             U+FFFD for a discarded character, if the prompt is echoed; else "".
@@ -187,7 +189,7 @@ class WindowDetokenizer:
         self._byte_of = byte_of
         self._special_ids = special_ids
         self._echoes_prompt = echoes_prompt
-        self._ids = _text_tail(prompt_ids, special_ids)
+        self._ids = _context_ids(prompt_ids, special_ids)
         # The bytes of an incomplete character at the prompt's end. Empty once the
         # output's first token has decided whether the output continues the character.
         self._incomplete_prompt_bytes = _incomplete_end(self._last_bytes())
@@ -254,7 +256,7 @@ class WindowDetokenizer:
         return data
 
     def _resolve_prompt_end(self, next_byte: bytes) -> str:
-        """Complete or discard the incomplete character at the prompt's end.
+        """Keep or discard the incomplete character at the prompt's end.
 
         If `next_byte` does not continue the character and the prompt is not echoed, the
         character's bytes are removed from the context. Decoders turn a whole run of
@@ -327,7 +329,7 @@ def _text_and_offsets(
     return "".join(parts), offsets
 
 
-def _text_tail(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[int]:
+def _context_ids(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list[int]:
     """Return the last ids of a prompt, on which the text of the next ids may depend.
 
     A special token and all ids before it are left out, because decoders start a new
@@ -359,7 +361,8 @@ class StopFinder:
     def __init__(self, stops: Iterable[str], *, keeps_stop: bool = False) -> None:
         self._stops = [(stop, _failure_function(stop)) for stop in stops]
         self._starts = {stop[0] for stop, _ in self._stops}
-        # For each stop string, how many of its first characters end the text so far.
+        # For each stop string, the length of its longest beginning with which the text
+        # so far ends.
         self._sizes = [0] * len(self._stops)
         self._keeps_stop = keeps_stop
         self._held = ""
@@ -398,7 +401,7 @@ class StopFinder:
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """Return the text held back. It is not a stop string, as no text follows it."""
+        """Return the text held back. No text follows to complete a stop string."""
         held = self._held
         self._held = ""
         return held

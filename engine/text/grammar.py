@@ -9,9 +9,9 @@ server sampled need no special treatment. Rank 0 computes the masks in threads w
 step's forward pass runs (core/core_grammar.py).
 
 A sequence that follows a grammar ends with one of these finish reasons:
-- "stop" as soon as no text can follow, without an end token. An end token may be
-  sampled only if the text is complete. A stop token of the client may be sampled only
-  if the grammar allows it.
+- "stop" as soon as no text can follow, even if no end token was sampled. An end token
+  may be sampled only if the text is complete. A stop token of the client may be sampled
+  only if the grammar allows it.
 - "length" at max_tokens, whether the text is complete or not. Before min_tokens, stop
   tokens are banned. If only stop tokens could follow, the sequence ends with "stop"
   before min_tokens.
@@ -47,8 +47,8 @@ logger = logging.getLogger("baton.engine")
 Int32s = npt.NDArray[np.int32]
 
 _MAX_CACHED_BYTES = 256 * 2**20
-# Threads that compile. Slow grammars come one at a time (grammar_check.py), so a second
-# thread keeps a slow grammar from delaying others.
+# Slow grammars come one at a time (grammar_check.py). So with a second thread, a slow
+# grammar does not delay the others.
 _NUM_COMPILING_THREADS = 2
 _WORD_BITS = 32  # tokens per word of a mask
 _ID_BYTES = 64  # bytes that a token id takes in a tuple
@@ -78,13 +78,14 @@ class CompiledGrammar:
     Attributes:
         first_mask: int32 [W], the mask before any output. None if the matcher is in
             error or cannot continue; each GrammarState then handles this itself.
-        mask_s: CPU seconds that the latest mask of any sequence took. Consuming a token
+        mask_s: CPU seconds that the latest mask of this grammar took. Consuming a token
             takes no longer than computing the mask before the token, which tries all
             tokens.
         banned: tokens that must not follow certain outputs. Each key is the outputs
             after which the tokens are banned.
         prefix_lengths: the lengths of the keys of `banned`, except 0.
-        allowed: int32 [W], the tokens that may be sampled at any position; None: all.
+        allowed: int32 [W], the mask of `Grammar.allowed` without the tokens that are
+            banned at every position. None: all tokens.
     """
 
     def __init__(
@@ -143,7 +144,8 @@ class GrammarState:
 
     Attributes:
         ending: how the sequence ends; None while it may continue.
-        row: int32 [W], the mask of the next token, after `begin` has filled it.
+        row: int32 [W], the mask of the next token, once the work of `begin` is done.
+            W is the grammar's `num_words`.
         work: the latest work on this state in another thread.
     """
 
@@ -161,7 +163,8 @@ class GrammarState:
         self._token_ids: Sequence[int] = ()
         self._first_output = 0
         # All copies of a matcher share one lexer, which has a limited number of states.
-        # If that lexer is full, `_replace_matcher` gives the state its own.
+        # If that lexer is full, `_replace_matcher` gives this object a lexer of its
+        # own.
         self._has_private_lexer = False
         # The latest outputs, as many as the longest key in the grammar's `banned` has.
         self._recent_outputs: list[int] = []
@@ -182,8 +185,8 @@ class GrammarState:
     def is_slow(self) -> bool:
         """Whether the grammar's masks are too slow for a step to wait for them.
 
-        Other threads then also consume the outputs, so that the engine core need not
-        wait for that.
+        If so, another thread also consumes the outputs, so that the engine core need
+        not wait for `follow`.
         """
         return self._grammar.mask_s > _SLOW_MASK_S
 
@@ -298,7 +301,7 @@ class GrammarState:
         return self._end("no token of the vocabulary fits; use a simpler grammar")
 
     def _compute_mask(self) -> None:
-        """Write the matcher's mask to `row`, without the bans of the request."""
+        """Write the matcher's mask to `row`, before the request's bans are applied."""
         matcher = self._matcher
         first_mask = self._grammar.first_mask
         if first_mask is not None and (matcher is None or self._num_consumed == 0):
@@ -331,7 +334,7 @@ class GrammarState:
         self._compute_mask()
 
     def _find_ending(self) -> Ending | None:
-        """Return the ending if the matcher reports that no text can follow."""
+        """Return the ending if the matcher reports an error or that no text follows."""
         if self._matcher is None or self._is_lexer_full:
             return None  # `_fill_row` replaces a matcher with a full lexer
         if self._matcher.is_error():
@@ -384,7 +387,8 @@ class GrammarCompiler:
     Args:
         model_dir: the directory with the tokenizer.
         vocab_size: the number of the model's logits.
-        on_compiled: called from another thread whenever a grammar has been compiled.
+        on_compiled: called from another thread whenever the compilation of a grammar
+            has ended, even with an error.
     """
 
     def __init__(

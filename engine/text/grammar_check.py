@@ -31,7 +31,7 @@ from protocol.openai.requests import refuse
 from protocol.openai.structured import GuidedDecoding
 from protocol.process.environment import child_environment
 
-MEMORY_BYTES = 256 * 2**20  # limit for the compilation of one grammar
+MEMORY_BYTES = 256 * 2**20  # limit for a child that compiles a request's grammars
 MAX_HELD_BYTES = 4 * 2**30  # limit for the compiled grammars of all open requests
 
 _FIRST_TRIAL_CPU_S = 0.1  # second trials may take --grammar-timeout-s
@@ -149,17 +149,17 @@ class GrammarChecker:
             GrammarQueueFull: too many other requests wait in the trial queue.
         """
         untried = self._without_verdict(all_guided)
-        for turns, cpu_s in self._lanes:
+        for slots, cpu_s in self._lanes:
             if not untried:
                 return
-            await self._take_turn(turns)
+            await self._acquire_slot(slots)
             try:
                 # A trial for another request may have included the same grammars.
                 untried = self._without_verdict(untried)
                 if untried:
                     await self._try(untried, cpu_s)
             finally:
-                turns.release()
+                slots.release()
             untried = self._without_verdict(untried)
         if untried:
             refuse(
@@ -169,18 +169,18 @@ class GrammarChecker:
                 "--grammar-timeout-s)",
             )
 
-    async def _take_turn(self, turns: asyncio.Semaphore) -> None:
-        """Wait in the trial queue, then acquire `turns`.
+    async def _acquire_slot(self, slots: asyncio.Semaphore) -> None:
+        """Wait in the trial queue until one of `slots` is free, and acquire it.
 
         Raises:
             GrammarQueueFull: the trial queue is full, or the wait was too long.
         """
-        if turns.locked() and self.num_waiting >= MAX_WAITING_TRIALS:
+        if slots.locked() and self.num_waiting >= MAX_WAITING_TRIALS:
             raise _trial_queue_full(self.num_waiting)
         self.num_waiting += 1
         try:
             async with asyncio.timeout(_MAX_WAIT_S):
-                await turns.acquire()
+                await slots.acquire()
         except TimeoutError:
             raise _trial_queue_full(self.num_waiting) from None
         finally:

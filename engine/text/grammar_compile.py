@@ -47,8 +47,9 @@ MAX_GBNF_CHARS = 16 * 1024
 MAX_MASK_S = 0.5  # the most CPU seconds that the first mask of a grammar may take
 
 # A lexer state takes 1 to 2 kB and is created when an output reaches it. The time of a
-# mask grows with the square of the parser's items for it. A choice of 1,024 texts needs
-# fewer items than this limit. Error messages are not verbose, as clients receive them.
+# mask grows with the square of the parser's items for that mask. A choice of 1,024
+# texts needs fewer items than this limit. Error messages are not verbose, because
+# clients receive them.
 _PARSER_LIMITS = LLParserLimits(
     max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False
 )
@@ -83,8 +84,8 @@ def build_vocabulary(
     """Return the vocabulary that matchers need. A large one takes a second to build.
 
     Args:
-        num_tokens: the number of the model's logits; None: as many as the tokenizer has
-            tokens.
+        num_tokens: the size of the vocabulary, at least the tokenizer's `vocab_size`;
+            None: that size.
     """
     # An end token may have an id in the model's padding, beyond the tokenizer's ids.
     end_ids = [end_id for end_id in tokenizer.eos_ids if end_id < tokenizer.vocab_size]
@@ -183,7 +184,7 @@ to: """
 
 
 def _with_reasoning_and_calls(source: str, grammar: Grammar) -> str:
-    """Return a grammar that also allows reasoning before an answer, or calls instead.
+    """Return a grammar that allows reasoning before the answer, or calls in its place.
 
     Args:
         source: the grammar of only the answer, in the syntax of llguidance.
@@ -254,13 +255,13 @@ class Trial(msgspec.Struct, frozen=True):
     Attributes:
         memory_bytes: the memory that the child may allocate after its start.
         cpu_s: CPU seconds after which the kernel kills the child.
-        limit_s: seconds of wall-clock time after which the kernel kills the child.
+        wall_clock_s: seconds after which the kernel kills the child.
     """
 
     grammars: list[Grammar]
     memory_bytes: int
     cpu_s: float
-    limit_s: float
+    wall_clock_s: float
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -307,11 +308,11 @@ def main() -> None:
 
 
 def _run_trial(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
-    """Run a trial in a child process, then exit."""
+    """Run the trial of this child process, then exit."""
     try:
         trial = msgspec.json.decode(connection.makefile("rb").readline(), type=Trial)
         signal.setitimer(signal.ITIMER_PROF, trial.cpu_s)
-        signal.setitimer(signal.ITIMER_REAL, trial.limit_s)
+        signal.setitimer(signal.ITIMER_REAL, trial.wall_clock_s)
         # Rust writes messages about panics and exhausted memory, which would confuse
         # readers of the log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -330,7 +331,7 @@ def _run_trial(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
 def _try_all(
     connection: socket.socket, tokenizer: LLTokenizer, grammars: list[Grammar]
 ) -> None:
-    """Send the verdicts of all grammars. Exit if a trial fails unexpectedly."""
+    """Try all grammars, and send their verdicts. Exit if a trial raises an error."""
     try:
         connection.sendall(b"{}\n")
         for grammar in grammars:

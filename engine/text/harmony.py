@@ -1,4 +1,4 @@
-"""Separates reasoning, content and calls of gpt-oss: OpenAI's harmony format. Pure.
+"""Separates reasoning, content and calls in OpenAI's harmony format (gpt-oss). Pure.
 
     <|start|>assistant                                              the prompt's end
     <|channel|>analysis<|message|>I add.<|end|>                     reasoning
@@ -41,7 +41,7 @@ _HEAD_SYNTAX = re.compile(
 _OPEN_RECIPIENT = re.compile(
     r"\s{1,8}to=functions\.[\w.-]{1,64}\s{0,8}(json|code)?\s{0,8}"
 )
-# Matches such a recipient, complete or incomplete, at the end of a text.
+# Matches the recipient of a call, complete or incomplete, at the end of a text.
 _MAYBE_RECIPIENT = re.compile(
     r"\s{1,8}(to?|to=[a-z]{0,9}|to=functions\.[\w.-]{0,64}\s{0,8}[a-z]{0,4}\s{0,8})?$"
 )
@@ -157,27 +157,27 @@ class HarmonyParser(ReasoningParser):
     def _has_tags(self) -> bool:
         return not {*ALL_TAGS}.isdisjoint(self._head)
 
-    def _end_message_before(self, tag: str) -> None:
-        """End the current message if `tag` belongs to the head of the next message.
+    def _end_message_before(self, piece: str) -> None:
+        """End the current message if `piece` ends it or begins the head of the next.
 
-        The end of the current message's text may already belong to that head, which
-        then begins with it.
+        The end of the current message's text may already be the recipient of a call.
+        The next message's head then begins with this recipient.
 
         Args:
-            tag: the next piece of the answer, which may also be text.
+            piece: the next piece of the answer, a tag or text.
         """
-        is_of_head = tag in (CHANNEL, CONSTRAIN, MESSAGE)
-        if is_of_head and _OPEN_RECIPIENT.fullmatch(self._held_recipient):
+        is_head_tag = piece in (CHANNEL, CONSTRAIN, MESSAGE)
+        if is_head_tag and _OPEN_RECIPIENT.fullmatch(self._held_recipient):
             head = self._held_recipient
             self._held_recipient = ""
             self._end_message()
             self._head = head
-        elif tag in (START, END, CHANNEL):
+        elif piece in (START, END, CHANNEL):
             self._emit_held_recipient()
             self._end_message()
 
     def _add_message_text(self, text: str) -> None:
-        """Emit a message's text. Hold back an end that may begin the head of a call."""
+        """Emit text of a message. Hold back its end if that may begin a call's head."""
         if self._part == "call" or not self._emits_calls:
             self._add_text(text)
             return

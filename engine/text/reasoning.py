@@ -138,7 +138,9 @@ class ReasoningParser:
         return (reasoning, text) if self.is_over else (reasoning, "")
 
     def finish(self, *, is_truncated: bool = False) -> tuple[str, str]:
-        """Return the text held back, as reasoning and as answer. The output has ended.
+        """Return the reasoning and the answer that the text held back contains.
+
+        Call this once, when the output has ended.
 
         Args:
             is_truncated: whether a limit or an abort ended the output, so that the text
@@ -177,9 +179,11 @@ class ReasoningParser:
         return text[:end], False, ""
 
     def _read_held(self, text: str) -> tuple[str, bool, str]:
-        """Hold back text that begins with a call; return as `_read_reasoning` does.
+        """Hold back text from the beginning of a call on, until </think>.
 
-        The text belongs to the reasoning only if </think> follows.
+        Returns:
+            The same values as `_read_reasoning`: the text held back belongs to the
+            reasoning once </think> follows.
         """
         self._held.append(text)
         recent = self._held_end + text
@@ -216,9 +220,10 @@ class ReasoningParser:
         return text
 
     def _strip(self, text: str) -> str:
-        """Drop white space at the start of the reasoning, and hold it back at the end.
+        """Drop white space at the start of the reasoning.
 
-        White space at the end is returned before the next text, if there is any.
+        White space at the end is held back, and returned before the next text if more
+        text follows.
         """
         bare = text.rstrip() if self._has_text else text.strip()
         if not bare:

@@ -21,7 +21,7 @@ def answer_grammar(
     tokenizer: Tokenizer,
     settings: EngineSettings,
 ) -> Grammar | None:
-    """Return the grammar that an answer's tokens must follow; None if any tokens may.
+    """Return the grammar that an answer's tokens must follow; None: all are allowed.
 
     The result is `grammar` with the reasoning that may come first, the tool calls that
     may come instead of the text, and the request's allowed tokens and banned words.

@@ -382,7 +382,7 @@ def _is_named(text: str, source: str) -> bool:
 
 
 def _can_hold_marker(text: str) -> bool:
-    """Whether a marker can be put into a token: it needs at least two characters."""
+    """Whether a token has at least two characters, so that a marker can be inserted."""
     return len(text.strip()) > 1
 
 

@@ -1,7 +1,7 @@
 """Turns text into token ids and back, without torch or transformers.
 
 The tokenizer is read from the files of a Hugging Face directory: tokenizer.json (which
-also defines the special tokens around a text), tokenizer_config.json,
+also defines the special tokens to add around a text), tokenizer_config.json,
 special_tokens_map.json, chat templates, generation_config.json and config.json. The
 results equal those of transformers' AutoTokenizer.
 """
@@ -39,11 +39,11 @@ _DIGEST_FILES = ("tokenizer.json", _CONFIG_FILE, _SPECIAL_TOKENS_FILE)
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "special")
 _PIECE_CHARS = 1 << 16  # `min_num_tokens` tokenizes a text in pieces of this size
 # Matches a token that stands for one byte, in vocabularies that are not byte-level.
-_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenizerNotFound(ValueError):
-    """A model directory has no readable tokenizer. The message says how to fix it."""
+    """A model directory has no usable tokenizer. The message says how to fix it."""
 
 
 class Tokenizer:
@@ -54,19 +54,20 @@ class Tokenizer:
         chat_template: a file that replaces the directory's templates.
 
     Raises:
-        TokenizerNotFound: there is no tokenizer.json, or it cannot be read.
+        TokenizerNotFound: there is no tokenizer.json, or one of the files is malformed.
         BrokenTemplate: the chat template cannot be read.
 
     Attributes:
         folder: the model directory.
-        special_tokens: the texts of the special tokens by name, such as "eos_token".
+        special_tokens: the text of each named special token, by a name such as
+            "eos_token".
         special_ids: the ids of all special tokens.
         vocab_size: the number of tokens in the vocabulary, including added tokens.
         longest_token_chars: an upper bound of the characters in a token's text.
         token_bytes: the bytes of every id, if the vocabulary is byte-level; else None.
-        eos_ids: the tokens that end a generation.
-        unknown_eos_ids: end tokens in the model's files that the model cannot generate,
-            because it has no logit for them.
+        eos_ids: the ids of the tokens that end a generation.
+        unknown_eos_ids: ids of end tokens in the model's files that the model cannot
+            generate, because it has no logits for them.
         chat_template: the model's chat template, or None.
         digest: a hash of the files and the chat template, on which token ids depend.
     """
@@ -103,7 +104,7 @@ class Tokenizer:
         self.unknown_eos_ids = tuple(i for i in end_ids if i not in self.eos_ids)
         self.chat_template = find_chat_template(folder, config, chat_template)
         self.digest = _compute_digest(folder, self.chat_template)
-        # For `_token_raw`: the id of a token that has the same text at any position.
+        # For `_token_raw`: one id, of a token that has the same text at any position.
         # Empty if the vocabulary is byte-level, which needs no such token.
         self._anchor_ids: list[int] = []
         if self.token_bytes is None:
@@ -143,7 +144,8 @@ class Tokenizer:
 
         Args:
             tokens: added tokens that the copy must find before the normalizer runs. The
-                original finds those with a true `normalized` after the normalizer.
+                original finds an added token with `normalized=True` only after its
+                normalizer has run.
         """
         inner = self._tokenizer
         tokens_by_id = sorted(inner.get_added_tokens_decoder().items())
@@ -190,10 +192,11 @@ class Tokenizer:
     ) -> int:
         """Return a lower bound of the number of tokens in a text that is far too long.
 
-        Returns 0 for a text that may fit into `limit` tokens. Tokenizing a text as a
-        whole takes hundreds of times the text's memory. So the text is tokenized piece
-        by piece, until there are twice `limit` tokens. The count is inexact, because a
-        token may extend over the border of two pieces.
+        Returns 0 unless the text certainly has more than `limit` tokens. Tokenizing a
+        text as a whole takes hundreds of times the text's memory. So the text is
+        tokenized piece by piece, until the pieces have more than twice `limit` tokens.
+        Half of their tokens is the result: a token of the text may extend over the
+        border of two pieces, so the pieces may have more tokens than the text.
 
         Args:
             on_piece: called before each piece. It may raise an exception to stop.
@@ -230,7 +233,7 @@ class Tokenizer:
 
     def byte_of(self, token_id: int) -> bytes | None:
         """Return the byte of a token such as `<0xE2>`; None for any other token."""
-        match = _BYTE_PIECE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        match = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return bytes.fromhex(match[1]) if match else None
 
     def render_chat(
@@ -262,7 +265,7 @@ class Tokenizer:
     def _token_text(self, token_id: int) -> TokenText:
         """Return the text of a single token, as responses show it.
 
-        A special token is shown by its name. A token that is part of a character is
+        A special token is shown by its name. A token with an incomplete character is
         shown as `bytes:\\xe2\\x82`, as in OpenAI's API, so that different tokens have
         different texts.
         """
@@ -360,7 +363,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """Return how many logits the model has; None if config.json does not say."""
+    """Return config.json's `vocab_size`, the number of the model's logits, or None."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):  # multimodal models have this object

@@ -96,8 +96,9 @@ def python_arguments_to_json(text: str) -> str | None:
 def parameter_to_json(text: str, schema: Any) -> str:
     """Return a parameter's text as JSON.
 
-    The text is returned unchanged if it is a JSON value of a type that the schema
-    allows. Any other text is returned as a JSON string.
+    A JSON value of a type that the schema allows, other than a string, is returned as
+    it is, without the white space around it. Python's `True`, `False` and `None` are
+    converted to JSON first. Any other text is returned as a JSON string.
 
     Args:
         text: the parameter as the model wrote it.

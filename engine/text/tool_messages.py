@@ -1,7 +1,7 @@
 """Adds tools to the messages of a chat.
 
-A chat template that uses the variable `tools` describes the tools itself. For models
-with other templates, a system message describes the tools, and asks for calls in a
+A chat template that uses the variable `tools` describes the tools itself. For a
+template that does not, a system message describes the tools, and asks for calls in a
 format that engine/text/tool_parser.py reads.
 """
 

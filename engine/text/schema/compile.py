@@ -91,9 +91,9 @@ def with_checked_schemas(lark: str) -> str:
     """
     decoder = json.JSONDecoder()
     parts: list[str] = []
-    done = 0  # the position up to which `lark` is copied to `parts`
+    num_copied = 0  # `parts` has the text of `lark` before this position
     for token in _LARK_TOKEN.finditer(lark):
-        if token.start() < done or not token.group().startswith("%json"):
+        if token.start() < num_copied or not token.group().startswith("%json"):
             continue
         try:
             _, end = decoder.raw_decode(lark, token.end())
@@ -112,9 +112,9 @@ def with_checked_schemas(lark: str) -> str:
             )
         options = _whitespace_options(checked.document.get("x-guidance"))
         written = llguidance_json(checked, checked.document, options)
-        parts += [lark[done : token.end()], written]
-        done = end
-    return "".join([*parts, lark[done:]])
+        parts += [lark[num_copied : token.end()], written]
+        num_copied = end
+    return "".join([*parts, lark[num_copied:]])
 
 
 def _whitespace_options(guidance: Any) -> dict[str, Any] | None:

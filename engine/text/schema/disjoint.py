@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from engine.text.schema.references import Schema
 
-_MAX_DEPTH: Final = 12  # the most references and properties that are followed
-# The most comparisons for all `oneOf` of a document. So many take a quarter of a
+_MAX_DEPTH: Final = 12  # the deepest nesting of schemas and references to compare
+# The most comparisons for all `oneOf` of a document. This many take a quarter of a
 # second.
 _MAX_STEPS: Final = 50_000
 
@@ -153,7 +153,7 @@ class Disjointness:
         return admits(schema, value) is not False
 
     def _properties_exclude(self, one: Schema, other: Schema, depth: int) -> bool:
-        """Whether `one` requires a property that cannot match both schemas."""
+        """Whether `one` requires a property that has no value for both schemas."""
         if types_of(one) != {"object"} or types_of(other) != {"object"}:
             return False
         return any(
@@ -177,7 +177,7 @@ def property_of(schema: Schema, name: str) -> Any:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the types that a schema's `type` or literals allow.
+    """Return the types that a schema's `type`, or else its literals, allow.
 
     "number" includes integers.
     """

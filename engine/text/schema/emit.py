@@ -47,7 +47,7 @@ def llguidance_json(
 
 
 class _Copier:
-    """Copies schemas, and names the schemas to which the copies refer."""
+    """Copies schemas, and gives a name to each schema to which a copy refers."""
 
     def __init__(self, checked: CheckedSchema) -> None:
         self._checked = checked
@@ -55,7 +55,11 @@ class _Copier:
         self._waiting: list[tuple[str, Any]] = []
 
     def definitions(self) -> Schema:
-        """Return copies of all schemas to which copied schemas refer, by name."""
+        """Copy the schemas to which a copy refers, until all are copied.
+
+        Returns:
+            The copies of these schemas by name.
+        """
         definitions: Schema = {}
         while self._waiting:
             name, target = self._waiting.pop()

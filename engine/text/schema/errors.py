@@ -19,7 +19,7 @@ _MAX_PATH_CHARS = 80
 NO_VALUE = "no value matches it; correct the parts that exclude each other"
 _FALLBACK = "it cannot be enforced; send a simpler one"
 # Patterns of llguidance's messages, and the messages for clients. The first pattern
-# that matches is used. The groups match parts of the client's own text.
+# that matches is used. A pattern's groups match details that are useful to clients.
 _REWORDED = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -88,7 +88,7 @@ _REWORDED = tuple(
             TOO_COMPLEX,
         ),
         (r"not supported yet", "it has syntax that cannot be enforced; leave it out"),
-        # Only the position of a syntax error is kept.
+        # Only the line of a syntax error is kept.
         (r"at line (\d+)", r"it has a syntax error in line \1; correct it"),
         (
             r"^(?:at )?(\d+)\((\d+)\):",

@@ -92,8 +92,8 @@ class _ExactGrammar(ContainerRules):
         self._schemas: list[Any] = []
         # The names of the tokens for numbers, by their regular expressions.
         self._number_tokens: dict[str, str] = {}
-        # By the JSON text of each schema that llguidance can enforce: the name of its
-        # rule, and why llguidance refuses it ("" if it does not).
+        # By the JSON text of each schema that is left to llguidance: the name of the
+        # schema's rule, and why llguidance refuses the schema ("" if accepted).
         self._leaf_rules: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
@@ -271,7 +271,7 @@ class _ExactGrammar(ContainerRules):
         return _alternatives(parts)
 
     def _number(self, numeric: Schema, is_integer: bool, path: str) -> str | None:
-        """Return the name of the grammar terminal that matches the allowed numbers.
+        """Return the name of the Lark token that matches the allowed numbers.
 
         Returns None if there are no such numbers.
 

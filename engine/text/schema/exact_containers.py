@@ -142,8 +142,9 @@ class ContainerRules(ABC):
     def _items_of(self, schema: Schema) -> tuple[list[Any], Any]:
         """Return the schemas of the first items, and the schema of all later items.
 
-        The keywords are `prefixItems` and `items`. In drafts before 2020, they are
-        `items`, which is then a list, and `additionalItems`.
+        The keywords are `prefixItems` and `items`. In drafts before 2020, a list in
+        `items` has the first schemas, and `additionalItems` is the schema of all later
+        items.
         """
         items = schema.get("items", True)
         if isinstance(items, list):

@@ -2,7 +2,7 @@
 
 The library llguidance receives only keywords that were checked here. Unknown keywords,
 annotations and formats that are not enforced are left out, and references are resolved.
-If the options of a `oneOf` exclude each other, it becomes an `anyOf` (emit.py).
+A `oneOf` becomes an `anyOf` (emit.py), because its options must exclude each other.
 """
 
 import json
@@ -211,7 +211,7 @@ class CheckedSchema:
         return target_path, *resolved
 
     def _check_loops(self) -> None:
-        """Refuse a `$ref` that refers to its own schema, directly or through others."""
+        """Refuse a `$ref` that leads into a loop of `$ref`s."""
         checked_ids: set[int] = set()  # schemas from which no loop can be reached
         for schema in self._schemas:
             followed: dict[int, None] = {}
@@ -261,7 +261,7 @@ class CheckedSchema:
                         f"is {short_repr(value)}; it must be {must_be}",
                     )
         _check_types(schema, path)
-        _normalise_bounds(schema, path)
+        _normalize_bounds(schema, path)
         for keyword in (*BOUNDS, "multipleOf", "const", "enum"):
             if keyword in schema:
                 _check_digits(schema[keyword], keyword_path(path, keyword))
@@ -390,7 +390,7 @@ def _check_types(schema: Schema, path: str) -> None:
             )
 
 
-def _normalise_bounds(schema: Schema, path: str) -> None:
+def _normalize_bounds(schema: Schema, path: str) -> None:
     """Turn exclusive bounds that are booleans, as in draft 4, into numbers.
 
     Also checks `multipleOf`.

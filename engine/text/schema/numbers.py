@@ -2,7 +2,7 @@
 
 The library llguidance stores numbers as float64 and int64. It would round integers
 beyond 2**53 and decimals of more than 17 digits. So this module writes ranges with such
-bounds digit by digit. The expressions have no anchors. Their groups are only brackets.
+bounds digit by digit. The expressions have no anchors, and groups only for precedence.
 """
 
 import math
@@ -301,9 +301,10 @@ def _magnitudes(lower: Bound, upper: Bound | None) -> Iterator[str]:
 def _with_fractions(
     whole: int, fractions: Iterator[str], lower: Bound, upper: Bound | None
 ) -> Iterator[str]:
-    """Yield patterns for an integer part with `fractions`, and without a fraction.
+    """Yield patterns for the numbers with the integer part `whole` between two bounds.
 
-    The pattern without a fraction is left out if the integer is not in the range.
+    Args:
+        fractions: patterns for the digits after the point.
     """
     if parts := list(fractions):
         yield rf"{whole}\.{_either(parts)}"
@@ -317,10 +318,12 @@ def _with_fractions(
 
 
 def _above(prefix: str, low: str, lower: Bound) -> Iterator[str]:
-    """Yield patterns for the digits of fractions that begin with `prefix`.
+    """Yield patterns for the fractions that begin with `prefix`, from a lower bound on.
 
-    The digits after `prefix` are those of fractions above `low`, which must not end
-    with 0. `low` itself is included if `lower` is not exclusive.
+    Args:
+        prefix: the first digits of the fractions, also of the bound's fraction.
+        low: the other digits of the bound's fraction, without zeros at the end.
+        lower: the bound. Only `is_exclusive` is used.
     """
     for index, digit in enumerate(low):
         if digit != "9":
@@ -333,10 +336,12 @@ def _above(prefix: str, low: str, lower: Bound) -> Iterator[str]:
 
 
 def _below(prefix: str, high: str, upper: Bound) -> Iterator[str]:
-    """Yield patterns for the digits of fractions that begin with `prefix`.
+    """Yield patterns for the fractions that begin with `prefix`, up to an upper bound.
 
-    The digits after `prefix` are those of fractions below `high`, which must not end
-    with 0. `high` itself is included if `upper` is not exclusive.
+    Args:
+        prefix: the first digits of the fractions, also of the bound's fraction.
+        high: the other digits of the bound's fraction, without zeros at the end.
+        upper: the bound. Only `is_exclusive` is used.
     """
     for index, digit in enumerate(high):
         if prefix + high[:index]:

@@ -28,9 +28,9 @@ class Resource(NamedTuple):
 
 
 def children(schema: Schema) -> list[tuple[str, Any]]:
-    """Return the values within `schema` that must be schemas, with relative paths.
+    """Return each value directly within `schema` that must be a schema, with its path.
 
-    Definitions are not included.
+    Paths are relative to `schema`. Definitions are not included.
     """
     parts: list[tuple[str, Any]] = []
     for keyword, value in schema.items():

@@ -1,4 +1,4 @@
-"""Functions for reading an answer, which all tool-call formats share. Pure, no I/O.
+"""Reads an answer piece by piece, for all tool-call formats. Pure, no I/O.
 
 A format reads an answer in a generator, which yields when it needs more text, and
 receives that text from `yield`. The functions of `AnswerReader` match tags, hold back
@@ -13,8 +13,9 @@ from typing import TypeVar
 from protocol.openai.tools import ToolCallPiece, call_id
 
 BLANKS = " \t\r\n"
-MAX_HEAD = 512  # the most characters between the start of a call and its arguments
-# Matches one character, and all characters after it in which no tag can begin.
+MAX_HEAD_CHARS = 512  # the most between the start of a call and its arguments
+# Matches one character, and the text after it up to white space or a character with
+# which a tag may begin.
 _PLAIN_TEXT = re.compile(rf".[^<\[{BLANKS}]*", re.DOTALL)
 
 # A reader yields to get more text, and returns a value of the type _T.
@@ -46,8 +47,7 @@ class AnswerReader:
         held_belongs_to_call: whether the text held back belongs to the preceding call,
             so that it must not become content.
         is_ended: whether all text of the answer has arrived.
-        parsed: the content and calls that were found since the last call of
-            `ToolParser.feed`.
+        parsed: the content and the pieces of calls for the next result of `ToolParser`.
         num_calls: how many calls the model has begun, including calls that the client
             does not receive.
         open_calls: the indices of the calls that have incomplete arguments.
@@ -190,7 +190,7 @@ class AnswerReader:
         Returns:
             None if `head` does not match the text.
         """
-        match = head.fullmatch((yield from self.read_through(end, MAX_HEAD)))
+        match = head.fullmatch((yield from self.read_through(end, MAX_HEAD_CHARS)))
         return match and match["name"]
 
     def begin_call(self, name: str | None) -> bool:

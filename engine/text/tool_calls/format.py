@@ -15,13 +15,14 @@ class ToolCallFormat(ABC):
     To add a format, write a subclass in a file of its own and add it to registry.py.
 
     Attributes:
-        name: the value of --tool-call-parser that selects the format.
+        name: the value that selects the format, of --tool-call-parser or, for calls
+            that the request forces, of `Tools.mode`.
         template_pattern: a regular expression that matches within the chat templates of
             models with the format.
         answer_starts: texts with which an answer begins only if it is a call. "{}"
             stands for the name of a tool.
-        openings: the possible beginnings of a call, through the tool's name. "{}"
-            stands for the name, and white space is removed.
+        openings: the possible beginnings of a call, usually through the tool's name.
+            "{}" stands for the name. They have no white space, even if calls do.
         start_tags: the tags with which the openings begin.
         special_tags: tags that are special tokens in some vocabularies. The detokenizer
             keeps their text if the answer can have calls.

@@ -16,7 +16,7 @@ class JsonListFormat(JsonCallFormat):
     """Reads several objects, in a list or separated by semicolons."""
 
     def read(self) -> Reader[None]:
-        """Read calls up to the first text that is no call. The rest is content."""
+        """Read calls up to the first text that is not a call. The rest is content."""
         while (yield from self.answer.match_tag(_PYTHON_TAG, BLANKS + "[")):
             pass  # skip the tags that may precede the calls
         between = BLANKS

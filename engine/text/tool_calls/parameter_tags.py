@@ -11,13 +11,13 @@ from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 from engine.text.tool_arguments import parameter_to_json, to_json
-from engine.text.tool_calls.answer_reader import MAX_HEAD, Reader
+from engine.text.tool_calls.answer_reader import MAX_HEAD_CHARS, Reader
 from engine.text.tool_calls.format import ToolCallFormat
 from protocol.openai.tools import parameters_of
 
 # How many characters, including white space, are examined to decide whether a "<"
 # begins a tag.
-MAX_TAG = 128
+MAX_TAG_CHARS = 128
 _PARAMETER = re.compile(r"[\w.-]+")
 
 
@@ -34,8 +34,8 @@ class Tags(NamedTuple):
             and at the end of a value does not belong to the value.
         value_end: the tag that ends a value.
         ends: the tags that end a call.
-        after_call: texts that only follow a call, so that no value contains them. White
-            space is removed.
+        after_call: texts that occur only where a call ends, so that no value contains
+            them. They have no white space, even if answers do.
     """
 
     begin: tuple[str, ...]
@@ -53,7 +53,7 @@ class Tags(NamedTuple):
         """Return whether a value ends before `text`, even without an end tag.
 
         Args:
-            text: the next text, which begins with "<": at most MAX_TAG characters.
+            text: the next characters, at most MAX_TAG_CHARS. The first one is "<".
             keys: the parameters that the call has so far. None of them can follow.
             names: the parameters that may follow; if empty, any may follow.
 
@@ -74,7 +74,7 @@ class Tags(NamedTuple):
         may_be_tag = text.startswith(self.key) or any(
             tag.startswith(bare) for tag in tags
         )
-        return None if may_be_tag and len(text) < MAX_TAG else False
+        return None if may_be_tag and len(text) < MAX_TAG_CHARS else False
 
 
 class ParameterTagsFormat(ToolCallFormat):
@@ -140,7 +140,7 @@ class ParameterTagsFormat(ToolCallFormat):
         """
         tags = self.tags
         answer = self.answer
-        while len(answer.text) < MAX_HEAD:
+        while len(answer.text) < MAX_HEAD_CHARS:
             answer.text = answer.text.lstrip()
             ends = (answer.text.find(end) for end in (tags.key_end, tags.value or "\n"))
             first_end = min((end for end in ends if end >= 0), default=-1)
@@ -173,7 +173,7 @@ class ParameterTagsFormat(ToolCallFormat):
             position = next_tag if next_tag >= 0 else len(answer.text)
             previous_char = answer.text[position - 1] if position else parts[-1][-1:]
             allowed = () if previous_char == "\n" else names
-            next_text = answer.text[position : position + MAX_TAG]
+            next_text = answer.text[position : position + MAX_TAG_CHARS]
             is_end = tags.ends_value(next_text, keys, allowed)
             if is_end is False:
                 position += 1

@@ -15,9 +15,9 @@ from engine.text.tool_calls.pythonic import PythonicFormat
 from engine.text.tool_calls.qwen3_coder import Qwen3CoderFormat
 from protocol.settings.options import ToolSyntax
 
-# Formats in which models write calls that the request does not force. With a chat
-# template, the first format with a matching `template_pattern` is used. So formats with
-# more specific patterns come first.
+# Formats in which models write calls that the request does not force. By default, the
+# first format with a `template_pattern` that matches the chat template is used. So
+# formats with more specific patterns come first.
 _MODEL_FORMATS: tuple[type[ToolCallFormat], ...] = (
     MistralFormat,
     DeepSeekV3Format,

@@ -84,7 +84,7 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         (CHAT, {"tools": [tool({"type": "object", "not": {"required": ["a"]}})],
                 "tool_choice": "required"}, 400, "tools[0].function.parameters", ""),
         ("/tokenize", {}, 400, "prompt", ""),
-        ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "either it or"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt", "either `prompt` or"),
         ("/tokenize", {"prompt": [1]}, 400, "prompt", "a string"),
         ("/tokenize", {"prompt": "a", "speed": 1}, 400, "speed", ""),
         ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model",

@@ -27,12 +27,12 @@ def _word_ptx() -> str:
     the places of these bits in the word. These numbers are too small by 2^126. The
     factor by which they are then multiplied makes up for this.
     """
-    selections = ["and.b32 s, $8, 0x81C081C0;"]
-    selections += [f"shl.b32 s, $8, {n}; and.b32 s, s, 0x81C081C0;" for n in (3, 6)]
-    selections.append(
-        "shl.b32 s, $8, 1; and.b32 s, s, 0x80008000; "
-        "shr.u32 m, $8, 5; and.b32 m, m, 0x01000100; or.b32 s, s, m; "
-        "shr.u32 m, $8, 4; and.b32 m, m, 0x00C000C0; or.b32 s, s, m;"
+    selections = (
+        "and.b32 s, $8, 0x81C081C0;",
+        "shl.b32 s, $8, 6; and.b32 s, s, 0x81C081C0;",
+        "shf.r.wrap.b32 s, $8, $8, 6; and.b32 s, s, 0x81C081C0;",
+        "shl.b32 s, $8, 4; and.b32 s, s, 0x81808180; "
+        "shr.u32 m, $8, 4; and.b32 m, m, 0x00400040; or.b32 s, s, m;",
     )
     steps = [
         f"{selection} fma.rn.bf16x2 s, s, $9, nought; "
@@ -92,12 +92,68 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
 _gated: Any = triton.jit(_gate_and_up)
 
 
+def _multiply_tile(  # type: ignore[no-untyped-def]
+    x, words, scales, biases, order, out, num_out, alpha, limit,
+    first, last, expert, column,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SCALES: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Multiplies the rows from `first` to `last` by `column` of an expert's matrix."""
+    row = first + tl.arange(0, ROWS)
+    inside = row < last
+    # Rows after the expert's last row are replaced by that row, and are not stored.
+    row = tl.minimum(row, last - 1)
+    pair = tl.load(order + row)
+    source = pair // NUM_CHOSEN if GATED else row
+    HALVES: tl.constexpr = 2 if GATED else 1
+    HEIGHT: tl.constexpr = HALVES * COLUMNS
+    # Matrix rows of the program: columns of the gate, then those of the up half.
+    half = tl.arange(0, HALVES)[:, None] * num_out
+    matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
+    expert_row = expert.to(tl.int64) * (HALVES * num_out) + matrix_row
+    depth = tl.arange(0, DEPTH)
+    word = tl.arange(0, DEPTH // 8)[None, :]
+    word_at = words + expert_row[:, None] * (PADDED // 8) + word
+    group = tl.arange(0, DEPTH // 32)[None, :]
+    scale_at = scales + expert_row[:, None] * SCALES + group
+    x_at = x + source.to(tl.int64)[None, :] * WIDTH + depth[:, None]
+    CHUNKS: tl.constexpr = DEPTH // 64
+    sums = tl.zeros((HEIGHT, ROWS), tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        codes = tl.load(word_at + start // 8)
+        scale = tl.load(scale_at + start // 32).to(tl.int32)
+        is_column = depth[:, None] + start < WIDTH
+        right = tl.load(x_at + start, mask=is_column, other=0.0)
+        factor = (scale + 126) * 0x00800080
+        left = _converted_words(
+            tl.reshape(codes, (HEIGHT, CHUNKS, 4, 2)),
+            tl.reshape(factor, (HEIGHT, CHUNKS, 1, 2)),
+            PTX,
+        )
+        sums = tl.dot(left, right, sums)
+    if BIASED:
+        sums += tl.load(biases + expert_row).to(tl.float32)[:, None]
+    place = pair
+    if GATED:
+        sums = _gated(sums, alpha, limit, COLUMNS, ROWS, CLAMPED)
+        place = row
+    target = out + place.to(tl.int64)[None, :] * num_out + column[:, None]
+    exists = inside[None, :] & (column < num_out)[:, None]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=exists)
+
+
+_multiplied_tile: Any = triton.jit(_multiply_tile)
+
+
 def _grouped_fp4(  # type: ignore[no-untyped-def]
     x, words, scales, biases, order, ends, out, num_experts, num_out, alpha, limit,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SCALES: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
     BIASED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
+    MIN_ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the rows of each expert by its matrix.
 
@@ -110,47 +166,19 @@ def _grouped_fp4(  # type: ignore[no-untyped-def]
     let_next_begin_and_wait()
     first, last, expert = tile_of(ends, tile, 0, num_experts, EXPERTS, ROWS)
     if first < last:
-        row = first + tl.arange(0, ROWS)
-        inside = row < last
-        # Rows after the expert's last row are replaced by that row, and are not stored.
-        row = tl.minimum(row, last - 1)
-        pair = tl.load(order + row)
-        source = pair // NUM_CHOSEN if GATED else row
-        HALVES: tl.constexpr = 2 if GATED else 1
-        HEIGHT: tl.constexpr = HALVES * COLUMNS
-        # Matrix rows of the program: columns of the gate, then those of the up half.
-        half = tl.arange(0, HALVES)[:, None] * num_out
-        matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
-        expert_row = expert.to(tl.int64) * (HALVES * num_out) + matrix_row
-        depth = tl.arange(0, DEPTH)
-        word = tl.arange(0, DEPTH // 8)[None, :]
-        word_at = words + expert_row[:, None] * (PADDED // 8) + word
-        group = tl.arange(0, DEPTH // 32)[None, :]
-        scale_at = scales + expert_row[:, None] * SCALES + group
-        x_at = x + source.to(tl.int64)[None, :] * WIDTH + depth[:, None]
-        CHUNKS: tl.constexpr = DEPTH // 64
-        sums = tl.zeros((HEIGHT, ROWS), tl.float32)
-        for start in range(0, WIDTH, DEPTH):
-            codes = tl.load(word_at + start // 8)
-            scale = tl.load(scale_at + start // 32).to(tl.int32)
-            is_column = depth[:, None] + start < WIDTH
-            right = tl.load(x_at + start, mask=is_column, other=0.0)
-            factor = (scale + 126) * 0x00800080
-            left = _converted_words(
-                tl.reshape(codes, (HEIGHT, CHUNKS, 4, 2)),
-                tl.reshape(factor, (HEIGHT, CHUNKS, 1, 2)),
-                PTX,
-            )
-            sums = tl.dot(left, right, sums)
-        if BIASED:
-            sums += tl.load(biases + expert_row).to(tl.float32)[:, None]
-        place = pair
-        if GATED:
-            sums = _gated(sums, alpha, limit, COLUMNS, ROWS, CLAMPED)
-            place = row
-        target = out + place.to(tl.int64)[None, :] * num_out + column[:, None]
-        exists = inside[None, :] & (column < num_out)[:, None]
-        tl.store(target, sums.to(out.dtype.element_ty), mask=exists)
+        # A tile with few rows is multiplied as a smaller one, which takes less time.
+        if MIN_ROWS < ROWS and last - first <= MIN_ROWS:
+            _multiplied_tile(
+                x, words, scales, biases, order, out, num_out, alpha, limit,
+                first, last, expert, column, WIDTH, PADDED, SCALES, NUM_CHOSEN, GATED,
+                CLAMPED, BIASED, MIN_ROWS, COLUMNS, DEPTH, PTX,
+            )  # fmt: skip
+        else:
+            _multiplied_tile(
+                x, words, scales, biases, order, out, num_out, alpha, limit,
+                first, last, expert, column, WIDTH, PADDED, SCALES, NUM_CHOSEN, GATED,
+                CLAMPED, BIASED, ROWS, COLUMNS, DEPTH, PTX,
+            )  # fmt: skip
 
 
 _grouped_fp4_kernel: Any = triton.jit(_grouped_fp4)

@@ -74,8 +74,8 @@ def pack(weight: Quantized) -> PackedFP4:
         t      the thread, two bits
         b      which of the two numbers of a register
 
-    A word of 32 bits holds eight codes. The codes with b = 1 are in the upper 16 bits
-    of the word. See `_place_bits`.
+    A word of 32 bits holds eight codes. The bits of a code with b = 1 are 16 bits away
+    from those of the code with b = 0 of the same register. See `_place_bits`.
     """
     experts, rows, width = weight.shape
     missing = -width % DEPTH
@@ -86,9 +86,9 @@ def pack(weight: Quantized) -> PackedFP4:
     registers = chunks.permute(0, 1, 2, 6, 3, 4, 5, 7).flatten(-3, -2)
     words = torch.zeros(registers.shape[:-2], dtype=torch.int32, device=weight.device)
     for register in range(4):
-        for upper_half in range(2):
-            code = registers[..., register, upper_half].int()
-            words |= _place_bits(code, register) << 16 * upper_half
+        code = registers[..., register, :].int()
+        placed = _place_bits(code, register)
+        words |= placed[..., 0] | _swap_halves(placed[..., 1])
     num_scales = (width + missing) // GROUP
     spare_scales = -num_scales % _SCALE_ALIGNMENT + num_scales - width // GROUP
     return PackedFP4(
@@ -99,15 +99,26 @@ def pack(weight: Quantized) -> PackedFP4:
 
 
 def _place_bits(code: Tensor, register: int) -> Tensor:
-    """Moves the sign and the three other bits of codes to their places in 16 bits.
+    """Moves the bits of codes to their places in words, for the lower half of a register.
 
-    A bfloat16 number needs the sign in bit 15 and the other bits in 8 to 6. The codes
-    of registers 0, 1 and 2 are shifted to the right by 0, 3 and 6 bits from there, so
-    that a kernel shifts and masks the sign and the other bits at once. The code of
-    register 3 takes the bits that are left: 14, 13, 11 and 10.
+    A bfloat16 number needs the sign in bit 15 and the other bits in 8 to 6. From there,
+    the codes of registers 0, 1 and 2 are shifted to the right by 0 and 6 bits and
+    rotated to the left by 6, so that a kernel moves and masks all bits of a code at
+    once. The code of register 3 takes the bits that are left. These are not all at the
+    same distance, so a kernel moves them in two parts.
     """
     sign = code >> 3
-    others = code & 7
-    if register < 3:
-        return (sign << 15 | others << 6) >> 3 * register
-    return sign << 14 | (others >> 2) << 13 | (others & 3) << 10
+    exponent = code >> 1 & 3
+    mantissa = code & 1
+    if register == 0:
+        return sign << 15 | exponent << 7 | mantissa << 6
+    if register == 1:
+        return sign << 9 | exponent << 1 | mantissa
+    if register == 2:
+        return sign << 21 | exponent << 13 | mantissa << 12
+    return sign << 11 | exponent << 3 | mantissa << 10
+
+
+def _swap_halves(words: Tensor) -> Tensor:
+    """Rotates words by 16 bits."""
+    return words << 16 | words >> 16 & 0xFFFF

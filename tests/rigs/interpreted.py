@@ -132,16 +132,19 @@ def _numbers_of_words(words: Any) -> list[Any]:
     """Return the eight numbers that each word of FP4 codes holds. `packed_fp4.pack`
     describes their order.
     """
+    words = words.astype(np.int64) & 0xFFFFFFFF
+    rotated = words >> 6 | words << 26
+    registers = (
+        words,
+        words << 6,
+        rotated,
+        words << 4 & 0x81808180 | words >> 4 & 0x00400040,
+    )
     numbers = []
-    for register in range(4):
+    for register in registers:
         for upper_half in range(2):
-            bits = words >> 16 * upper_half
-            if register < 3:
-                bits = bits << 3 * register
-                code = bits >> 12 & 8 | bits >> 6 & 7
-            else:
-                code = bits >> 11 & 8 | bits >> 11 & 4 | bits >> 10 & 3
-            numbers.append(_FP4[code])
+            bits = register >> 16 * upper_half
+            numbers.append(_FP4[bits >> 12 & 8 | bits >> 6 & 7])
     return numbers
 
 

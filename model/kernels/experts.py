@@ -148,7 +148,6 @@ def _combine(  # type: ignore[no-untyped-def]
     num_experts,
     WIDTH: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
-    SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -157,23 +156,22 @@ def _combine(  # type: ignore[no-untyped-def]
     ADD: the sum is added to `out`.
     """
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < WIDTH
     let_next_begin_and_wait()
-    pair = token * NUM_CHOSEN + slot
-    is_here = (
-        tl.load(chosen + pair, mask=slot < NUM_CHOSEN, other=num_experts) < num_experts
-    )
-    weight = tl.load(weights + pair, mask=is_here, other=0.0)
-    inside = is_here[:, None] & (column < WIDTH)[None, :]
-    product = tl.load(
-        products + pair[:, None] * WIDTH + column[None, :], mask=inside, other=0.0
-    )
-    result = tl.sum(product.to(tl.float32) * weight[:, None], 0)
+    result = tl.zeros((COLUMNS,), tl.float32)
+    # One slot after the other: no sum is taken over threads.
+    for slot in tl.static_range(NUM_CHOSEN):
+        pair = token * NUM_CHOSEN + slot
+        is_here = tl.load(chosen + pair) < num_experts
+        weight = tl.where(is_here, tl.load(weights + pair), 0.0)
+        at_product = products + pair * WIDTH + column
+        product = tl.load(at_product, mask=inside & is_here, other=0.0)
+        result += product.to(tl.float32) * weight
     at = out + token * WIDTH + column
     if ADD:
-        result += tl.load(at, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(at, result.to(out.dtype.element_ty), mask=column < WIDTH)
+        result += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
 
 
 _combine_kernel: Any = triton.jit(_combine)
@@ -228,10 +226,9 @@ def combine(
         count,
         WIDTH=width,
         NUM_CHOSEN=num_chosen,
-        SLOTS=triton.next_power_of_2(num_chosen),
         COLUMNS=_COMBINE_COLUMNS,
         ADD=adds,
-        num_warps=4,
+        num_warps=_COMBINE_COLUMNS // 256,  # each thread loads 16 bytes at once
         launch_pdl=PDL,
     )
 

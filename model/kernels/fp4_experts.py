@@ -189,11 +189,13 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: rows of x.
+        min_rows: tiles with at most this many rows are computed as tiles of this size.
         columns: columns of the result.
         depth: columns of x that are multiplied at a time.
     """
 
     rows: int
+    min_rows: int
     columns: int
     depth: int
     warps: int
@@ -215,11 +217,12 @@ class Tiles(NamedTuple):
 # These tiles were the fastest on an H200, with 32 experts of width 2,880 in a model of
 # hidden size 2,880.
 TILES: Final = (
-    Tiles(0.5, Tile(16, 64, 256, 4, 3), Tile(16, 128, 128, 4, 4)),
-    Tiles(16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
-    Tiles(64, Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3)),
-    Tiles(256, Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)),
-    Tiles(math.inf, Tile(128, 64, 128, 4, 3), Tile(256, 128, 64, 8, 4)),
+    Tiles(0.5, Tile(16, 16, 64, 256, 4, 3), Tile(16, 16, 128, 128, 4, 4)),
+    Tiles(2, Tile(16, 16, 64, 128, 4, 3), Tile(16, 16, 128, 128, 4, 3)),
+    Tiles(16, Tile(16, 16, 64, 128, 4, 4), Tile(16, 16, 64, 256, 4, 3)),
+    Tiles(64, Tile(32, 16, 64, 128, 4, 3), Tile(64, 32, 128, 128, 4, 3)),
+    Tiles(512, Tile(128, 64, 64, 128, 4, 3), Tile(128, 64, 128, 128, 4, 3)),
+    Tiles(math.inf, Tile(128, 64, 64, 128, 4, 3), Tile(256, 128, 128, 64, 8, 4)),
 )
 
 
@@ -331,6 +334,7 @@ def _multiply(
         BIASED=bias is not None,
         EXPERTS=triton.next_power_of_2(count),
         ROWS=tile.rows,
+        MIN_ROWS=tile.min_rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         PTX=_PTX,

@@ -99,7 +99,7 @@ def pack(weight: Quantized) -> PackedFP4:
 
 
 def _place_bits(code: Tensor, register: int) -> Tensor:
-    """Moves the bits of codes to their places in words, for the lower half of a register.
+    """Moves the bits of codes with b = 0 to their places in words.
 
     A bfloat16 number needs the sign in bit 15 and the other bits in 8 to 6. From there,
     the codes of registers 0, 1 and 2 are shifted to the right by 0 and 6 bits and

@@ -365,12 +365,14 @@ def test_packed_mxfp4_words_hold_the_bits_of_bfloat16_numbers(width):
     # `words` is [experts, out, chunk, thread, half of the chunk's columns].
     words = packed.words.view(2, 6, -1, 4, 2).long() & 0xFFFFFFFF
     numbers = torch.zeros(*words.shape[:3], 2, 2, 2, 4, 2, dtype=torch.bfloat16)
-    for register in range(4):
-        if register < 3:
-            bits = words << 3 * register & 0x81C081C0
-        else:
-            bits = (words << 1 & 0x80008000) | (words >> 5 & 0x01000100)
-            bits |= words >> 4 & 0x00C000C0
+    rotated = words >> 6 | words << 26
+    registers = (
+        words & 0x81C081C0,
+        words << 6 & 0x81C081C0,
+        rotated & 0x81C081C0,
+        words << 4 & 0x81808180 | words >> 4 & 0x00400040,
+    )
+    for register, bits in enumerate(registers):
         for upper_half in range(2):
             half_word = bits >> 16 * upper_half & 0xFFFF
             signed = torch.where(half_word > 0x7FFF, half_word - 0x10000, half_word)

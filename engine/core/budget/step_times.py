@@ -50,7 +50,9 @@ class Polyline:
 
     Args:
         points: at least one, in any order, with different sizes.
-        is_extended: whether the first and the last line continue beyond the points.
+        is_extended: whether the function continues beyond the points. Before the first
+            point, the first line continues. After the last point, the slope is that
+            from the first point to the last: the last line alone may be a jump.
             Otherwise the function is constant there.
     """
 
@@ -66,7 +68,11 @@ class Polyline:
         if not self._is_extended:
             size = min(max(size, points[0].size), points[-1].size)
         index = bisect_right(self._sizes, size)
-        index = min(max(index, 1), len(points) - 1)
+        if index == len(points):
+            first, last = points[0], points[-1]
+            slope = (last.value - first.value) / (last.size - first.size)
+            return last.value + slope * (size - last.size)
+        index = max(index, 1)
         return _on_line(points[index - 1], points[index], size)
 
 

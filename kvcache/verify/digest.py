@@ -123,7 +123,8 @@ class Digester:
         """
         self.values = _values_by_kernel
         parts: list[DigestPart | None] = []
-        self.begin("to compile its kernel", Scope("", 0, 1), [0], parts.append)
+        blocks = [0] * self._endpoint.groups.count  # one block of each layer group
+        self.begin("to compile its kernel", Scope("", 0, 1), blocks, parts.append)
         while self._digests:
             self.drive()
         if None in parts:

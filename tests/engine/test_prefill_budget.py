@@ -314,11 +314,28 @@ def test_durations_between_points_are_linear():
         2.0,
         3.0,
         2.5,
-        1.0,
+        2.5,
     ]
     bounded = Polyline(points, is_extended=False)
     assert [bounded(5), bounded(25), bounded(40)] == [1.0, 2.5, 2.0]
     assert Polyline(points[:1])(1000) == 3.0
+
+
+def test_a_jump_between_the_last_points_is_not_continued():
+    """A step of 2,049 tokens is no CUDA graph. Longer steps were not measured."""
+    line = Polyline([Point(17, 0.013), Point(2048, 0.045), Point(2049, 0.060)])
+    assert line(8192) == pytest.approx(0.060 + 6143 * 0.047 / 2032)
+
+
+def test_the_largest_step_is_measured_behind_a_jump_in_the_durations():
+    """A jump at the limit of CUDA graphs must not make longer steps look too long to
+    measure in the time for measurements."""
+    device = SyntheticDevice(
+        lambda load: 0.01 + 2e-5 * load.tokens + 0.05 * (load.prompt_tokens > 2000)
+    )
+    times = measured(device, 0.0, 8192, 3.0, captured_tokens=2048)
+    load = Load(1, 1, 8191)
+    assert times.seconds(load) == pytest.approx(device.seconds(load), rel=0.05)
 
 
 def test_budget_stays_below_a_jump_in_the_durations():

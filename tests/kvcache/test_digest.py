@@ -1,5 +1,6 @@
 """The digest of KV does not depend on the layout, and any wrong bit changes it."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvcache.groups import KVGroups
 from kvcache.pool import KVPool
+from kvcache.verify import digest
 from kvcache.verify.digest import Digester
 from kvcache.verify.scope import DigestPart, Scope
 from tests.rigs.geometry import Case, Side, cases, with_dtypes
@@ -195,3 +198,25 @@ def test_samples_of_many_leases_cover_all_layers():
         assert layers.shape[1] == 3
         assert set(layers.flat) == set(range(40))
     assert len({sample.tobytes() for sample in samples}) == 200
+
+
+def test_warm_up_of_the_kernel_covers_models_with_windows(monkeypatch, caplog):
+    """If the launch that compiles the kernel fails, torch computes all digests."""
+    side = Side(1, "BLCNHD", 4, (0, 1), 2)
+    case = Case(
+        side, side, heads=2, layers=1, components=2, head_dim=8, start=0, stop=8
+    )
+    (endpoint,) = case.endpoints(side)
+    endpoint = dataclasses.replace(endpoint, groups=KVGroups((None, 4)))
+    launched = []
+
+    def kernel(*args: Any) -> torch.Tensor:
+        launched.append(args)
+        return digest._values(*args)
+
+    monkeypatch.setattr(digest, "_values_by_kernel", kernel)
+    digester = Digester(endpoint, case.heads, KVPool(endpoint.layout))
+    digester._compile()
+    assert len(launched) == endpoint.groups.count
+    assert digester.values is kernel
+    assert not caplog.records

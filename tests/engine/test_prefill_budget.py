@@ -333,7 +333,7 @@ def test_the_largest_step_is_measured_behind_a_jump_in_the_durations():
     device = SyntheticDevice(
         lambda load: 0.01 + 2e-5 * load.tokens + 0.05 * (load.prompt_tokens > 2000)
     )
-    times = measured(device, 0.0, 8192, 3.0, captured_tokens=2048)
+    times = measure_device(device, 0.0, 8192, 3.0, captured_tokens=2048)
     load = Load(1, 1, 8191)
     assert times.seconds(load) == pytest.approx(device.seconds(load), rel=0.05)
 

@@ -29,10 +29,10 @@ and a flag, except for the two exclusive states:
 Block 0 is the null block. Padding is written to it. The null block is never allocated
 and has no state.
 
-Every transition takes the ids of many blocks and is all or nothing: an illegal
-transition or a repeated id raises before anything has changed. One thread owns an
-allocator; there are no locks. A transition costs amortised O(1) per block, because a
-block that is marked as cached is evicted at most once.
+A transition of many blocks is all or nothing: an illegal transition or a repeated id
+raises before anything has changed. One thread owns an allocator; there are no locks. A
+transition costs amortised O(1) per block, because every eviction ends one mark as
+cached.
 """
 
 from collections import OrderedDict
@@ -197,8 +197,8 @@ class BlockAllocator:
     def release(self, blocks: Iterable[int]) -> None:
         """Removes a use from each block.
 
-        Pass a sequence's blocks in order, so that the last blocks are evicted first,
-        because the fewest sequences share the last blocks.
+        Pass a sequence's blocks in order. Then the last blocks, which the fewest
+        sequences share, are evicted first.
         """
         for block in reversed(
             self._checked("release", blocks, lambda b: self._uses[b] > 0)

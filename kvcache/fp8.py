@@ -21,7 +21,7 @@ def to_stored(
     For FP8, values beyond the largest number are clamped; NaN stays NaN.
     """
     if scale != 1.0:
-        # All kernels and devices multiply by the reciprocal and round once. This
+        # The kernels that store KV multiply by the reciprocal in float32. This
         # function does the same, so that all results are equal.
         values = values.float() * (1.0 / scale)
     if dtype is DTYPE:

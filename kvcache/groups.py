@@ -25,7 +25,8 @@ from functools import cached_property
 from kvcache.blocks import NULL_BLOCK
 from protocol.handshake import MAX_GROUPS
 
-# Largest share by which padding may enlarge a sequence of the model's maximum length.
+# Largest share by which padding may enlarge the KV of a sequence of the model's maximum
+# length.
 _MAX_PADDING_SHARE = 0.05
 
 
@@ -69,9 +70,10 @@ class KVGroups:
         return any(self.windows)
 
     def first_token(self, group: int, num_tokens: int) -> int:
-        """The first token that the group needs to compute the token `num_tokens`.
+        """A token from which on the group's KV suffices to compute token `num_tokens`.
 
-        Token numbers start at 0, so `num_tokens` tokens precede the computed token.
+        Token numbers start at 0, so `num_tokens` tokens precede the computed token. The
+        result may be one token before the first token of the window.
         """
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window)
@@ -211,14 +213,15 @@ def make_groups(
 ) -> tuple[KVGroups, list[tuple[int, ...]]]:
     """Divides a model's layers into groups of equal size.
 
-    The last group of a window may have fewer layers; the missing layers are padding,
+    The last group of each window may have fewer layers; the missing layers are padding,
     which takes memory in every block. The chosen size is the largest size with at most
     MAX_GROUPS groups and at most _MAX_PADDING_SHARE of padding. If no size satisfies
     both bounds, the size that takes the least memory is chosen from the sizes with at
     most MAX_GROUPS groups.
 
     Args:
-        windows: The window of each layer, as in KVGroups.
+        windows: The window of each layer, as in KVGroups. A window of at least
+            `max_len` tokens counts as None.
         max_len: Length in tokens of the model's longest sequence.
 
     Returns:

@@ -35,7 +35,7 @@ LCBHND (FlashAttention, heads first): a region per layer and component.
     [ b0: h0 n0.. | h1 ][ b1: h0 .. ]  [ b0 ][ b1 ]       [ b0 ][ b1 ]  ..
 
 LBCNHD, LCBNHD (token-major, "NHD"): like LBCHND and LCBHND, but the heads of each token
-lie side by side. A slice of the heads is one run of heads x D elements per token.
+lie side by side. A slice of the heads is L x C x N runs of heads x D elements.
 
     layer 0                                                   layer 1
     [ b0: K n0 h0 | n0 h1 | n1 h0 | n1 h1 | .. | V n0 h0 .. ][ b1 ]  [ b0 ][ b1 ]

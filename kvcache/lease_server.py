@@ -3,10 +3,10 @@
 Over the side channel, decode engines request metadata and digests, look up prefixes,
 and renew and complete leases. On the prefill server (P) a separate thread answers, so
 that no answer waits for a forward step. The engine grants leases, announces blocks and
-collects ended leases under a lock that the thread holds for at most one message. On the
-decode server (D), lease_client.py sends requests and receives replies without blocking.
-A reply repeats the nonce of its request. On the wire, a message is a MAC followed by a
-payload.
+collects ended leases under a lock. The thread holds the lock only for the messages of
+one read from a connection. On the decode server (D), lease_client.py sends requests and
+receives replies without blocking. A reply repeats the nonce of its request. On the
+wire, a message is a MAC followed by a payload.
 """
 
 import threading
@@ -64,7 +64,7 @@ _MAX_REQUEST_BYTES = 4 << 10
 _MAX_LOOKUPS = 64
 _MAX_UNSENT_BYTES = 64 << 20  # bound of the unsent replies to one peer
 _MAX_UNAUTHENTICATED = 256  # bound of connections without an authentic message so far
-_MAX_ACCEPTED = 16  # most connections that are accepted in one call of `_accept`
+_MAX_ACCEPTED = 16  # bound of connections accepted in one call of `_accept`
 # Bound of the digests computed concurrently. Above the bound, a request for a digest
 # gets no answer, and the peer repeats the request.
 _MAX_DIGESTS = 64
@@ -178,7 +178,7 @@ class LeaseServer:
     def drain_ended(self) -> list[EndedLease]:
         """Returns the leases that ended since the last call.
 
-        Their blocks belong to the engine again.
+        Their blocks belong to the engine again. Also marks their offers as ended.
         """
         with self._lock:
             ended = self._table.drain_ended()
@@ -254,16 +254,16 @@ class LeaseServer:
             self._wires.add(wire)
             self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
             self._unauthenticated[wire] = None
-            # Without this bound, connections of strangers could use up all file
+            # Without this bound, unauthenticated connections could use up all file
             # descriptors.
             if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
                 with self._lock:
                     self._drop(next(iter(self._unauthenticated)))
 
     def _serve(self, wire: Wire) -> None:
-        """Reads and answers a few messages under the lock.
+        """Reads once and answers the messages, under the lock.
 
-        Only a few, because the engine and all other peers wait during that time.
+        One read has only a few messages: the engine and all other peers wait meanwhile.
         """
         with self._lock:
             if wire in self._wires:  # an earlier call may have dropped the connection

@@ -24,7 +24,8 @@ from protocol.handshake import LeaseEnded, Ok, Progress, Subscribe
 # refused at once.
 REMEMBERED_S = 30.0
 _MAX_REMEMBERED = 16384  # bound of the prompts that are awaited or remembered
-# Readers of one prompt. A proxy tries only a few decode servers, one after another.
+# Bound of the readers of one prompt. A proxy tries only a few decode servers, one after
+# another.
 _MAX_READERS = 8
 
 R = TypeVar("R")
@@ -166,11 +167,13 @@ class Offers(Generic[R]):
         reference: bytes,
         now: float,
     ) -> None:
-        """Registers that a prompt is computed and that this lease has all its blocks.
+        """Registers that a prompt is computed, and all its blocks are in one lease.
 
-        If the prompt's last reader has unsubscribed, the lease is aborted at once.
+        If the prompt's last reader has unsubscribed, the lease is aborted at once. Does
+        nothing if the prompt is unknown or was withdrawn.
 
         Args:
+            lease_id: The lease that has all blocks of the prompt.
             block_ids: All blocks of the prompt.
             reference: The handoff reference, for the prompt's readers.
         """
@@ -187,9 +190,9 @@ class Offers(Generic[R]):
         self._changed.add(transfer_id)
 
     def withdraw(self, transfer_id: str, now: float) -> None:
-        """Registers that a prompt will not be computed to its end; aborts its lease.
+        """Registers that a prompt will not be computed to its end.
 
-        Does nothing if the prompt is complete already.
+        Aborts the prompt's lease. Does nothing if the prompt is complete already.
         """
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id or offer.reference:
@@ -220,14 +223,14 @@ class Offers(Generic[R]):
         `take_messages` returns the subscription's messages.
 
         Returns:
-            LeaseEnded if there are too many awaited prompts or too many readers of this
-            prompt; otherwise Ok.
+            LeaseEnded if there are too many awaited or recently ended prompts, or too
+            many readers of this prompt; otherwise Ok.
         """
         nonce = request.nonce
         offer = self._offers.get(request.transfer_id)
         if offer is None:
             if len(self._remembered_until) >= _MAX_REMEMBERED:
-                reason = "the prefill server already waits for too many prompts"
+                reason = "the prefill server has too many awaited or ended prompts"
                 return LeaseEnded(nonce=nonce, reason=reason)
             offer = self._offers[request.transfer_id] = _Offer()
             self._remembered_until[request.transfer_id] = now + REMEMBERED_S
@@ -248,7 +251,7 @@ class Offers(Generic[R]):
     def unsubscribe(
         self, nonce: str, lease_or_transfer_id: str, now: float, *, lends: bool
     ) -> None:
-        """Ends a subscription. The end of an offer's last subscription gives it up.
+        """Ends a subscription. If no subscription is left, gives up the offer.
 
         The lease of an offer that is given up is aborted once the lease is sealed.
 
@@ -338,7 +341,7 @@ class Offers(Generic[R]):
     ) -> Progress | LeaseEnded | None:
         """The next message of a subscription; None if there is nothing new to send.
 
-        With its last message, the subscription is removed from the offer.
+        A subscription is removed from the offer when its last message is returned.
         """
         is_different_prompt = (
             offer.request_id and subscription.prompt_digest != offer.prompt_digest

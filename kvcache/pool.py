@@ -96,7 +96,7 @@ class KVPool:
         self.highest_block = max(self.highest_block, block)
 
     def mark_unused(self) -> None:
-        """Records that no block is in use: no sequence has KV of earlier steps."""
+        """Records that no block is in use, because no sequence has KV in the pool."""
         self.highest_block = -1
 
     def view(self, layer: int) -> torch.Tensor:

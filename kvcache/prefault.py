@@ -24,8 +24,8 @@ _SLICE_BYTES: Final = 2 << 20
 # not populated.
 _AHEAD_BYTES: Final = 512 << 20
 # Pauses between two slices. Populating a slice keeps a core busy for about 5 ms. The
-# short pause is for a pool that no step or pull has used. The long pause is for the
-# time after the first use, when requests may be decoding.
+# short pause is for a pool that no request has used yet. The long pause is for the time
+# after the first use, when requests may be decoding.
 _IDLE_PAUSE_S: Final = 0.001
 _BUSY_PAUSE_S: Final = 0.1
 _POLL_S: Final = 0.5  # time between two checks whether higher blocks are in use
@@ -63,7 +63,8 @@ class PrefaultThread(threading.Thread):
                     _MADV_POPULATE_WRITE,
                 )
                 if is_refused:
-                    return  # the Linux kernel is too old, so it refuses every slice
+                    # Most likely the Linux kernel is too old, and refuses every slice.
+                    return
                 is_in_use = self._pool.highest_block >= 0
                 pause_s = _BUSY_PAUSE_S if is_in_use else _IDLE_PAUSE_S
                 if self._stopping.wait(pause_s):

@@ -9,10 +9,10 @@ the block's token ids. Lookups compare keys in full, so a hit is exact by constr
 there is no hash to collide. The key of a sequence's first block also contains the
 sequence's salt, so that sequences with different salts share no node.
 
-- The block of an entry is marked in the allocator: it is USED, LEASED or CACHED, never
+- The block of a node is marked in the allocator: it is USED, LEASED or CACHED, never
   RECEIVING (I4).
 - Content is published once. A second block with the same content stays unpublished, but
-  its sequence can publish its next blocks below the first block's node.
+  the second block's sequence can publish later blocks below the first block's node.
 - When the allocator evicts a block, the block's node and all descendants of the node
   are removed, because lookups could not reach the descendants any more. The CACHED
   blocks of descendants become FREE; blocks in use only lose their mark. Usually there
@@ -24,9 +24,9 @@ sequence's salt, so that sequences with different salts share no node.
   eviction of a block of such a group leaves the node in place. The next sequence that
   computes the block fills the gap.
 
-A cursor remembers how far a sequence was found or published. So each token is hashed
-once, even if its sequence waits or decodes for long. Only the allocator's thread may
-use an index.
+A cursor remembers how far a sequence was found or published. So the key of each block
+is made once, even if the sequence is looked up or published many times. Only the
+allocator's thread may use an index.
 """
 
 from array import array
@@ -132,9 +132,9 @@ class PrefixIndex:
         return self._without_gaps(table, limit if reach is None else reach)
 
     def _start_node(self, cursor: PrefixCursor, max_depth: int) -> _Node:
-        """The deepest node of the cursor's sequence that is still in the tree.
+        """The cursor's node, or its ancestor that is `max_depth` blocks deep.
 
-        The node is at most `max_depth` blocks deep.
+        The root if the cursor has no node, or its node was removed from the tree.
         """
         node = cursor.node
         if node is None or not node.blocks:
@@ -169,7 +169,7 @@ class PrefixIndex:
                 groups.first_token(group, stop) // self.block_size
                 for group in range(count)
             ]
-            gap = self._last_gap(table, firsts, num_full)
+            gap = self._find_gap(table, firsts, num_full)
             if gap is None:
                 break
             num_full = gap
@@ -178,13 +178,12 @@ class PrefixIndex:
             table[group : first * count : count] = [NULL_BLOCK] * first
         return table
 
-    def _last_gap(
+    def _find_gap(
         self, table: list[int], firsts: list[int], num_full: int
     ) -> int | None:
         """The position of a block that is missing in a group's window; None: no gap.
 
-        If there are several gaps, the result is the last gap of the first group with a
-        gap.
+        If a group has several gaps, its last gap is returned.
 
         Args:
             firsts: For each group, the position of the first block that it needs.

@@ -65,7 +65,8 @@ class Stripe:
         """Checks that no block of a peer has tokens of several ranks of this group.
 
         Raises:
-            PlanError: `remote_block_size` does not divide this rank's block size.
+            PlanError: the group has several ranks, and `remote_block_size` does not
+                divide this rank's block size.
         """
         if self.size > 1 and self.block_size % remote_block_size:
             raise PlanError(
@@ -83,8 +84,9 @@ class Stripe:
         `check_remote` must accept `remote_block_size`.
 
         Args:
-            blocks: The peer's block table from token 0 on; or an array with one number
-                for each entry of the table, to select the numbers of these blocks.
+            blocks: The peer's block table from token 0 on. Or an array with one number
+                for each entry of that table: the result then has the numbers of the
+                selected blocks.
         """
         table = np.asarray(blocks, np.int64)
         if self.size == 1:

@@ -49,8 +49,8 @@ GPU_FIX = (
     "topo -p2p r` prints OK; on one host --transfer auto needs no UCX."
 )
 RDMA_FIX = (
-    "Fix: leave rc in UCX_TLS and its device in UCX_NET_DEVICES, raise `ulimit -l` to "
-    "unlimited, give containers /dev/infiniband; for GPU memory load nvidia_peermem."
+    "Fix: leave rc in UCX_TLS and an RDMA device in UCX_NET_DEVICES, raise `ulimit -l` "
+    "to unlimited, give containers /dev/infiniband; for GPU memory load nvidia_peermem."
 )
 HOST_FIX = (
     "Fix: leave cma and shm in UCX_TLS, run both servers as one user, give containers "
@@ -81,9 +81,10 @@ class UcxRead:
         return f"{self.transport} ({self.how})"
 
     def warning(self) -> str | None:
-        """A warning that the transport is slow, with the fix.
+        """A warning with the fix if a faster transport is expected; otherwise None.
 
-        None unless this machine is known to have a faster transport.
+        Within a host, a faster transport than TCP or, between GPUs, than a copy through
+        host memory is always expected; between hosts, only with RDMA devices.
         """
         names = re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
         between_gpus = "cuda" in self.local and "cuda" in self.remote
@@ -148,7 +149,7 @@ def warning_lines(text: str) -> list[str]:
 
 
 class UcxLog:
-    """Collects UCX's log of this process in a memory file."""
+    """Collects UCX's log of this process in a memory file, and parses it."""
 
     def __init__(self) -> None:
         self._fd: int | None = None

@@ -162,10 +162,12 @@ class ReadWindow:
     """Limits on the size and the number of posts.
 
     Attributes:
-        max_bytes: most bytes of one post. On a CPU, copying the default takes 3 to
-            10 ms.
-        max_runs: most runs of one post. On a GPU, posting the default takes 5 to 8 ms.
-        max_active: most READs from one peer that are active at the same time.
+        max_bytes: bound of the bytes of one post. On a CPU, copying the default takes 3
+            to 10 ms.
+        max_runs: bound of the runs of one post. On a GPU, posting the default takes 5
+            to 8 ms.
+        max_active: bound of the READs over one link that are active at the same time,
+            not counting READs of stopped jobs.
     """
 
     max_bytes: int = 32 << 20

@@ -1,10 +1,10 @@
 """One pull on one rank: a job that the worker (worker.py) drives.
 
 A job posts READs, or queues launches of copies out of mapped memory. A READ has ended
-when it is done or when its link is closed. A launch has ended when its CUDA event has
-occurred (invariant I7 in docs/design.md). The death of the peer ends no launch, because
-mapped memory stays readable until it is unmapped. But the copied bytes are not used,
-because a dead peer cannot confirm that the lease was held.
+when it is done or when its link is closed. On a GPU, a launch has ended when its CUDA
+event has occurred (invariant I7 in docs/design.md). The death of the peer ends no
+launch, because mapped memory stays readable until it is unmapped. But the copied bytes
+are not used, because a dead peer cannot confirm that the lease was held.
 """
 
 import time
@@ -28,8 +28,8 @@ from protocol.errors import (
     TransferFailed,
 )
 
-# A job hangs if it has active READs, but for this long has posted no READ and no READ
-# has ended.
+# A job hangs if it has active READs, but for this long no READ was posted and none has
+# ended.
 HANGS_S = 1.0
 # Bound of the launches of a job that are queued at the same time. Several are queued,
 # so that the device begins the next launch as soon as the previous launch has ended.
@@ -117,12 +117,12 @@ class TransferJob(ABC):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a READ was posted or has ended; 0 if no READ is active."""
+        """Seconds since the last post or end of a READ; 0 if no READ is active."""
         return 0.0
 
     @property
     def hangs(self) -> bool:
-        """True if READs are active, but for HANGS_S no READ was posted or has ended."""
+        """True if READs are active, but no READ was posted or has ended for HANGS_S."""
         return self.idle_s >= HANGS_S
 
 
@@ -162,7 +162,7 @@ class ReadJob(TransferJob):
         self._active: deque[tuple[ReadHandle, _BegunStep]]
         # Slots that are being copied into the pool.
         self._placing: list[int] = []
-        # When a READ was last posted or has last ended, by time.monotonic.
+        # Time of the last post or end of a READ, by time.monotonic.
         self._progress_s = 0.0
 
     @property

@@ -127,7 +127,7 @@ class Peer:
     # -- the mapped path
 
     def map(self) -> bool:
-        """Maps the peer's memory, unless mapping was tried before.
+        """Maps the peer's memory, unless that was tried since the last `unmap`.
 
         Returns:
             True if pulls from the peer have to be MappedJobs: the peer's memory is

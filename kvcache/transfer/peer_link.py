@@ -54,8 +54,8 @@ class PeerLink:
         probes: measure the link, with READs of the null block of the first of `ranks`.
 
     Attributes:
-        is_connecting: the link's thread still connects or measures, perhaps after a
-            timeout.
+        is_connecting: the link's thread still connects or measures, perhaps even after
+            the deadline.
         is_ready: connected, and measured if `probes`.
         is_closed: the agent is closed, so none of its READs can write any more.
         costs: the measured costs; None if the link was not measured.
@@ -130,9 +130,10 @@ class PeerLink:
 
     @property
     def transport(self) -> UcxRead | None:
-        """The transport that UCX has chosen last for this link's two kinds of memory.
+        """UCX's latest choice of a transport for this link's two kinds of memory.
 
-        None if UCX has not reported a choice.
+        UCX may have made the choice for a different link. None if UCX has not reported
+        a choice.
         """
         local_kind, remote_kind = self._kinds
         return ucx_log.read_between(

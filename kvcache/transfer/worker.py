@@ -215,7 +215,7 @@ class TransferWorker:
         time.sleep(_STUCK_NAP_S)
 
     def _report_failing(self, job: TransferJob) -> None:
-        """Reports a job that has failed while its READs are still active, only once."""
+        """Reports, once per job, a failure while READs of the job are still active."""
         if job.error is None or not job.num_active or job.is_failure_reported:
             return
         job.is_failure_reported = True
@@ -358,7 +358,7 @@ class TransferWorker:
             return
         for job in jobs:
             can_continue = not isinstance(job, ReadJob) or job.bypass_staging()
-            # Only an owner that is stopping is hopeless; others may still free memory.
+            # An owner that is not stopping may still free the memory.
             if not can_continue and owner.is_stopping:
                 job.stop(
                     PullCircuitOpen(

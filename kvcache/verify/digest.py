@@ -117,14 +117,14 @@ class Digester:
             self._compile()
 
     def _compile(self) -> None:
-        """Compiles the kernel by launching it, so that no request has to wait.
+        """Compiles the kernel by launching it, so that no request waits for this later.
 
         If the kernel cannot be compiled, torch computes all digests.
         """
         self.values = _values_by_kernel
         parts: list[DigestPart | None] = []
         blocks = [0] * self._endpoint.groups.count  # one block of each layer group
-        self.begin("to compile its kernel", Scope("", 0, 1), blocks, parts.append)
+        self.begin("that compiles the kernel", Scope("", 0, 1), blocks, parts.append)
         while self._digests:
             self.drive()
         if None in parts:

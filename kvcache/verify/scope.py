@@ -113,7 +113,8 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
         """Compares the parts of this engine's ranks with a peer's digest.
 
         Returns:
-            A text with the tokens and heads that differ; empty if all are equal.
+            A text with the heads that differ, and the range of tokens from the first to
+            the last chunk that differs; empty if all are equal.
         """
         expected = np.frombuffer(peer_digest, np.uint64).reshape(-1, len(self.chunks))
         is_wrong = np.zeros(expected.shape, bool)

@@ -98,8 +98,8 @@ def open_handle(handle: bytes) -> int:
         The address of the allocation in this process.
 
     Raises:
-        CudaError: the owner has ended, is on another host, or has no peer access to
-            this device.
+        CudaError: the owner has ended or is on another host, or the current device
+            cannot access the owner's device.
     """
     address = c_uint64()
     record = _IpcHandle((ctypes.c_ubyte * HANDLE_BYTES)(*handle))

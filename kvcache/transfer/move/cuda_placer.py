@@ -4,7 +4,7 @@ Copy engines take no multiprocessor from the batch. They move many long runs in 
 call, nearly as fast as a plain copy does. So copy engines carry out the copies with
 one long run per piece, and the kernel carries out all other copies. If the kernel
 cannot be compiled for the KV of a peer, the peer's memory is not mapped: KV is read
-into staging memory, and torch copies it from there.
+over NIXL, and torch copies what was read into staging memory.
 
 The kernel (place_kernel.py) moves *units* of up to 16 bytes. It numbers the units of a
 copy piece by piece, and inside a piece in the order of the source, so that units with
@@ -45,7 +45,8 @@ MAX_UNITS = (1 << 31) - 1  # of one launch, because the kernel numbers units wit
 # other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48
 # Thread blocks of one launch that places out of staging memory: one for each
-# multiprocessor. Such launches run for only a tenth of the time that reading takes.
+# multiprocessor of an H100 or H200. Such launches run for only a tenth of the time that
+# reading takes.
 _STAGING_PROGRAMS = 132
 # Copy engines move runs of at least this size as fast as the kernel, or faster.
 LONG_RUN_BYTES = 2 << 20
@@ -190,7 +191,7 @@ class CudaPlacer(Placer):
         is_busy: returns True while a batch is computed on this device.
     """
 
-    launch_bytes = 1 << 30  # takes about 2.8 ms over NVLink
+    launch_bytes = 1 << 30  # copying this takes about 2.8 ms over NVLink
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.steps import Step
 from protocol.handshake import RankMetadata
 
-# Elements that need no conversion are copied as words of the first of these dtypes that
-# divides the sizes and the addresses: the larger the words, the faster the copy.
+# Elements that need no conversion are copied as words of the largest of these dtypes
+# with a size that divides all sizes and addresses. Larger words are copied faster.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 ALL_BYTES = 1 << 62  # `claim_launch_bytes` returns this value if there is no limit
 _MAX_SLOTS = 4  # largest number of slots that the staging memory is divided into

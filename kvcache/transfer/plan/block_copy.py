@@ -39,7 +39,7 @@ class Side(NamedTuple):
     layout: KVLayout
     blocks: IntArray  # i64, the block table from token 0 of the sequence on
     head: int = 0  # first head to copy, counted in this memory
-    base: int = 0  # bytes from the address that offsets count from to block 0
+    base: int = 0  # byte offset of block 0
 
     def byte_offsets(self, tokens: IntArray) -> IntArray:
         """Byte offsets of tokens in the memory.
@@ -64,8 +64,8 @@ class BlockCopy(NamedTuple):
     target: KVLayout
     heads: int
     tokens: int
-    sources: IntArray  # i64[n]: bytes from the base of the source to each piece
-    targets: IntArray  # i64[n]: bytes from the base of the target to each piece
+    sources: IntArray  # i64[n]: byte offset of each piece in the source
+    targets: IntArray  # i64[n]: byte offset of each piece in the target
 
     @property
     def piece_bytes(self) -> int:
@@ -352,7 +352,7 @@ def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
     """A close upper bound of the number of runs in `descriptors(copies)`."""
     return sum(
-        len(_joined_pieces(copy).sources) * copy.shape.num_runs for copy in copies
+        len(_joined_first_runs(copy).sources) * copy.shape.num_runs for copy in copies
     )
 
 
@@ -383,10 +383,11 @@ def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Sha
     return Shape(run_bytes, tuple(reversed(outer_axes)))
 
 
-def _joined_pieces(copy: BlockCopy) -> _Runs:
-    """The first run of each piece, after neighbouring pieces were joined.
+def _joined_first_runs(copy: BlockCopy) -> _Runs:
+    """The first runs of all pieces, joined where they follow each other on both sides.
 
-    The second, third, ... runs of joined pieces follow each other in the same way.
+    If the first runs of two pieces follow each other, so do their second runs, their
+    third runs and so on.
     """
     lengths = np.full(len(copy.sources), copy.shape.run_bytes)
     return _merge(_Runs(copy.sources, copy.targets, lengths))
@@ -397,7 +398,7 @@ def _expand(copy: BlockCopy) -> _Runs:
 
     The runs are in the order of the target, if the pieces do not interleave there.
     """
-    first_runs = _joined_pieces(copy)
+    first_runs = _joined_first_runs(copy)
     axes = copy.shape.axes
     target_extent = int(first_runs.targets[-1] - first_runs.targets[0])
     terms: list[_Runs] = []
@@ -406,8 +407,8 @@ def _expand(copy: BlockCopy) -> _Runs:
         source_offsets = index * axis.source_stride
         target_offsets = index * axis.target_stride
         terms.append(_Runs(source_offsets, target_offsets, lengths=index * 0))
-    # In the order of the target, an axis is outside the pieces if its stride is longer
-    # than the distance from the first piece to the last piece.
+    # In the order of the target, axes with a stride longer than the distance from the
+    # first piece to the last piece come before the pieces; all other axes come after.
     num_longer_axes = sum(axis.target_stride > target_extent for axis in axes)
     terms.insert(num_longer_axes, first_runs)
     return _Runs(*(reduce(_outer_sum, arrays) for arrays in zip(*terms, strict=True)))

@@ -30,7 +30,7 @@ class CostModel:
     Attributes:
         per_descriptor_s: seconds that each contiguous run (descriptor) of a READ takes
             in addition to the time for its bytes.
-        bytes_per_s: speed of READs of the bytes alone.
+        bytes_per_s: speed of READs, not counting the cost of the descriptors.
         reformat_bytes_per_s: speed of copying ("placing") from staging memory into the
             pool.
         overlaps: a chunk can be read while the previous chunk is placed; False if READs
@@ -74,21 +74,20 @@ class CostModel:
         return num_descriptors * self.per_descriptor_s + nbytes / self.bytes_per_s
 
     def staged_s(
-        self, read_s: float, place_s: float, chunks: int, last_share: float
+        self, read_s: float, place_s: float, num_chunks: int, last_share: float
     ) -> float:
         """Seconds that a staged transfer takes.
 
         Args:
             read_s: seconds that reading all chunks takes, without any placing.
             place_s: seconds that placing all chunks takes, without any reading.
-            chunks: number of chunks.
             last_share: the last chunk's share of all bytes.
         """
         if not self.overlaps:
             return read_s + place_s
         # Reading the first chunk overlaps no placing, and placing the last chunk
         # overlaps no reading. Otherwise the two overlap, and the slower one decides.
-        return max(read_s + place_s * last_share, place_s + read_s / chunks)
+        return max(read_s + place_s * last_share, place_s + read_s / num_chunks)
 
 
 DEFAULT_COSTS = {

@@ -52,7 +52,7 @@ class TransferPlan:
     """The steps by which one rank of D gets its KV."""
 
     path: str  # "direct", "staged", or "mixed" for steps of both paths
-    transfer: Transfer  # with several layer groups, the transfer of the first group
+    transfer: Transfer  # the transfer of the first layer group that has steps
     steps: tuple[Step, ...]
     estimated_s: float
     reason: str  # why this path was chosen, for the operator

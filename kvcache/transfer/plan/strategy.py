@@ -37,7 +37,8 @@ _PIPELINE_SLOTS = 4
 # A pipeline's chunks are so large that reading a chunk takes at least this long, if
 # half the staging memory suffices. Posting and placing a chunk takes about as long.
 _MIN_PIPELINE_CHUNK_S = 0.1e-3
-# A run between GPUs takes at least this long, although a probe may measure less.
+# A run between GPUs takes at least this long, although a probe may measure less. This
+# bound is used for all links with READs that are not CPU copies.
 _MIN_RUN_S = 3e-6
 
 
@@ -195,7 +196,7 @@ def _estimate(
     seconds = costs.staged_s(
         read_s=costs.read_s(num_runs, step.bytes_read),
         place_s=transfer.useful_bytes / costs.reformat_bytes_per_s,
-        chunks=num_chunks,
+        num_chunks=num_chunks,
         last_share=(borders[-1] - borders[-2]) / num_blocks,
     )
     return Estimate(strategy, num_runs, step.bytes_read, seconds)
@@ -267,8 +268,8 @@ def _max_chunk_blocks(
     elif strategy.pipelined:
         equal_bytes = -(-total_bytes // _PIPELINE_CHUNKS)
         share_bytes = min(equal_bytes, staging_bytes // _PIPELINE_SLOTS)
-        quick_bytes = int(_MIN_PIPELINE_CHUNK_S * costs.bytes_per_s)
-        min_bytes = max(period * block_bytes, quick_bytes)
+        min_read_bytes = int(_MIN_PIPELINE_CHUNK_S * costs.bytes_per_s)
+        min_bytes = max(period * block_bytes, min_read_bytes)
         max_bytes = min(max_bytes, max(share_bytes, min_bytes))
     return max(1, max_bytes // block_bytes)
 

@@ -28,7 +28,7 @@ class CircuitBreaker:
 
     Args:
         min_backoff_s: how long the circuit breaker is open when it has just opened.
-        max_backoff_s: the longest time for which it is open before the next retry.
+        max_backoff_s: bound of the time from a failure until the next retry.
 
     Attributes:
         num_failures: number of failed pulls in a row.
@@ -51,13 +51,13 @@ class CircuitBreaker:
         if now < self.retry_at:
             return False
         self.num_failures += 1
-        num_reopened = self.num_failures - MAX_FAILURES
-        if num_reopened >= 0:
-            wait_s = backoff_s(self._min_backoff_s, self._max_backoff_s, num_reopened)
+        num_excess = self.num_failures - MAX_FAILURES
+        if num_excess >= 0:
+            wait_s = backoff_s(self._min_backoff_s, self._max_backoff_s, num_excess)
             self.retry_at = now + wait_s
         else:
             self.retry_at = now
-        return num_reopened == 0
+        return num_excess == 0
 
     def record_success(self) -> None:
         """Closes the circuit breaker."""

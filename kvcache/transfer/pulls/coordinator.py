@@ -80,7 +80,8 @@ class PullCoordinator:
     """Runs handshakes, renewals, the orders to all ranks, and the fence of every pull.
 
     Only the thread of rank 0's worker calls `receive`, `report` and `close`. Any thread
-    may call all other methods; they queue calls that rank 0's worker makes.
+    may call all other methods. A method that begins or gives up something queues a call
+    that rank 0's worker makes.
 
     Args:
         sockets: sockets to the workers of ranks 1 and up.
@@ -166,7 +167,10 @@ class PullCoordinator:
         self._call(lambda: self._do_connect(remote))
 
     def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
-        """Requests the engine's longest cached prefix. A LookedUp follows."""
+        """Requests a reference to the longest prefix that the hint's engine has cached.
+
+        A LookedUp follows.
+        """
         self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
@@ -319,7 +323,7 @@ class PullCoordinator:
         self._leases.tick()
         self._handshakes.send_requests(now)
         self._lookups.tick(now)
-        self._handshakes.drop_lost(now)
+        self._handshakes.fail_unconnected(now)
         while (state := self._pulls.pop_due(now)) is not None:
             self._perform(state, state.tick(now))
         self._due = min(

@@ -28,7 +28,7 @@ class DigestOrders:
         self._open: dict[str, tuple[Scope, OnSums, list[DigestPart | None]]] = {}
 
     def begin(self, order: DigestOrder, reply: OnSums) -> None:
-        """Sends an order. `reply` is called with the sums after every rank's part."""
+        """Sends an order. `reply` is called with the sums of the parts of all ranks."""
         self._open[order.pull_id] = (order.scope, reply, [])
         self._broadcast(order)
 

@@ -48,7 +48,7 @@ class Handshakes:
         self._on_decided = on_decided
 
     def deadline(self) -> float:
-        """When to call `send_requests` and `drop_lost` next; infinity for never."""
+        """When to call `send_requests` and `fail_unconnected` next; infinity: never."""
         lost_deadlines = [
             since + self._side_channel_timeout_s
             for since in self._leases.unconnected().values()
@@ -64,11 +64,11 @@ class Handshakes:
         for peer in timed_out:
             self._on_decided(peer)
 
-    def drop_lost(self, now: float) -> None:
+    def fail_unconnected(self, now: float) -> None:
         """Fails pulls and handshakes if an address had no connection for too long."""
         for address, since in self._leases.unconnected().items():
             if now - since >= self._side_channel_timeout_s:
-                self._drop(address)
+                self._drop_servers(address)
 
     def on_metadata(self, address: Address, reply: Metadata) -> None:
         """Ends the handshakes that a server has answered with its metadata."""
@@ -83,11 +83,11 @@ class Handshakes:
             self._on_decided(peer)
 
     def on_refused(self, address: Address, reason: str) -> None:
-        """Fails the handshakes with a server that has refused a request."""
+        """Fails the handshakes at an address, because the server refused a request."""
         message = f"{address[0]}:{address[1]} refused the handshake: {reason}"
         self._fail_handshakes(address, PeerUnreachable(message))
 
-    def _drop(self, address: Address) -> None:
+    def _drop_servers(self, address: Address) -> None:
         """Fails all pulls and handshakes with the servers at an address.
 
         The servers are probably dead. The ranks forget them, because the memory of a

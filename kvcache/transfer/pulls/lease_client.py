@@ -32,8 +32,8 @@ logger = get_logger(__name__)
 Address = tuple[str, int]
 
 _MAX_REPLY_BYTES = 64 << 20
-# Most bytes that are read from one peer at a time, so that one peer does not delay the
-# replies of all others.
+# Bound of the bytes that are read from one peer at a time, so that one peer does not
+# delay the replies of all others.
 _READ_BYTES = 1 << 20
 _MAX_UNSENT = 1000  # bound of the unsent requests to one peer
 _CONNECT_TIMEOUT_S = 2.0
@@ -50,7 +50,7 @@ class _Link:
         since: when the connection was lost, or when the oldest unsent request was
             posted, whichever was later.
         unsent: requests that wait for the connection, or for the peer to read.
-        num_attempts: number of failed attempts to connect and of lost connections since
+        num_failures: number of failed attempts to connect and of lost connections since
             the last authentic reply.
         retry_at: when to connect again; infinity for never.
         wire: the connection; None if there is none.
@@ -59,7 +59,7 @@ class _Link:
     address: Address
     since: float
     unsent: deque[bytes] = field(default_factory=deque)
-    num_attempts: int = 0
+    num_failures: int = 0
     retry_at: float = _NEVER
     wire: Wire | None = None
 
@@ -94,7 +94,7 @@ class LeaseClient:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether any request has not been sent, or only in part."""
+        """Whether any request has not been sent completely."""
         return any(link.unsent for link in self._links.values())
 
     def unconnected(self) -> dict[Address, float]:
@@ -111,7 +111,7 @@ class LeaseClient:
         return {
             link.address: link.since
             for link in links
-            if link.wire is None and link.num_attempts
+            if link.wire is None and link.num_failures
         }
 
     def deadline(self) -> float:
@@ -217,9 +217,9 @@ class LeaseClient:
         if link.wire is not None:
             link.since = now
         self._disconnect(link)
-        wait_s = min(_MIN_RETRY_S * 2.0 ** min(link.num_attempts, 10), _MAX_RETRY_S)
+        wait_s = min(_MIN_RETRY_S * 2.0 ** min(link.num_failures, 10), _MAX_RETRY_S)
         link.retry_at = now + wait_s
-        link.num_attempts += 1
+        link.num_failures += 1
 
     def _disconnect(self, link: _Link) -> None:
         wire, link.wire = link.wire, None
@@ -255,7 +255,7 @@ class LeaseClient:
                 )
                 self._lose(link)
                 return
-            link.num_attempts = 0
+            link.num_failures = 0
             self._on_reply(link.address, reply)
 
 

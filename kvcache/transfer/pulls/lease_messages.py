@@ -18,7 +18,7 @@ def renew_interval_s(
     """Seconds between two renewals, at least _MIN_RENEW_S.
 
     Args:
-        configured_s: the configured interval; None: a third of the lease.
+        configured_s: the configured interval; None: a third of `lease_s`.
         grows: P still computes the prompt, so Subscribe messages renew the lease.
     """
     interval_s = configured_s or remote.lease_s / 3
@@ -28,7 +28,7 @@ def renew_interval_s(
 
 
 def renew_lease(remote: RemotePrefill, attempt_id: str) -> Renew:
-    """Returns the message that asks P to extend the lease."""
+    """Returns the message that renews the lease."""
     return Renew(
         nonce=f"renew-{attempt_id}",
         incarnation=remote.incarnation,
@@ -53,7 +53,7 @@ def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscr
 
 
 def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
-    """Returns the message that asks P to end the lease after the last READ.
+    """Returns the message that ends the lease, to be sent after the last READ.
 
     P's answer is the fence of the pull: it confirms that the lease was held until then.
     """

@@ -88,7 +88,8 @@ class PullSettings:
             side channel.
         fence_retry_s: a COMPLETE or a request for a digest that is not answered is
             repeated after this time, with the same nonce.
-        renew_interval_s: time between two renewals; None: a third of the lease.
+        renew_interval_s: time between two renewals; None: a third of the time for which
+            a renewal extends the lease.
         drain_grace_s: how long a failed or cancelled pull waits for its READs to end.
             After this time PullFailed or PullStuck comes, although READs are active.
         backoff_min_s: pause after a failed handshake, or after the failure of a pull

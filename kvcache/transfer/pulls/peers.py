@@ -1,4 +1,4 @@
-"""A decode engine's records of prefill engines and the handshakes with them.
+"""A decode engine's records of prefill engines, and of handshakes with these engines.
 
 Records are keyed by engine id and incarnation, so that a restarted engine gets a new
 record. A failed handshake is remembered for a backoff time, which doubles with every
@@ -28,7 +28,7 @@ from protocol.messages import KVHint, RemotePrefill
 from protocol.metadata_rules import check_consistent
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
-# Bound of the number of records that may be evicted. It is not expected to be reached:
+# Bound of the idle records, which may be evicted. It is not expected to be reached:
 # references and hints that name a peer are signed, so there are only a few peers.
 _MAX_IDLE = 1024
 

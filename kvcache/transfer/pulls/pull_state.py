@@ -105,12 +105,13 @@ class PullState:
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as in PullDone
         self._is_converted = False  # as in PullDone
-        # What the current cut's digests cover; None if they are equal or not needed.
+        # What the digests of the current cut cover; None if no digests are needed, or
+        # once P's digest and D's digest were found equal.
         self._scope: Scope | None = None
         self._parts: list[DigestPart] = []  # the ranks' parts of D's digest of the cut
         self._sums: bytes | None = None  # P's digest of the cut
-        # The two digests have differed, and P's digest was requested again. If they
-        # have differed because the lease had ended, P now answers LeaseEnded.
+        # The two digests differed, and P's digest was requested again. If they differed
+        # because the lease had ended, P now answers LeaseEnded.
         self._is_repeating_digest = False
         self._error: BatonError | None = None
         self._is_failure_reported = False
@@ -222,12 +223,18 @@ class PullState:
         if not (is_fence or is_renewal):
             return []
         if isinstance(reply, LeaseEnded):
-            lease = f"lease {self.remote.lease_id} on {self.remote.engine_id}"
-            return self.fail(LeaseGone(f"{lease} is gone: {reply.reason}"), now)
+            error = LeaseGone(
+                f"lease {self.remote.lease_id} on {self.remote.engine_id} is gone: "
+                f"{reply.reason}"
+            )
+            return self.fail(error, now)
         return self._end(self._done(now)) if is_fence else []
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
-        """Fails the pull, unless it has ended or was given up. Counts no failure."""
+        """Fails the pull, unless it has ended or was given up.
+
+        Unlike `_fail_by_peer`, counts no failure of the peer.
+        """
         if not (self._renews or self.phase is Phase.FENCING):
             return []
         self._error = error
@@ -263,8 +270,8 @@ class PullState:
                 actions.append(lease_messages.renew_lease(self.remote, self.attempt_id))
         if self._renews and now >= self._answer_deadline:
             error = PeerUnreachable(
-                f"{self._peer_address} did not report progress of the prompt within "
-                f"{self._settings.fence_timeout_s:g} s"
+                f"{self._peer_address} sent no answer for "
+                f"{self._settings.fence_timeout_s:g} s while it computed the prompt"
             )
             return actions + self._fail_by_peer(error, now)
         if now >= self._timeout:

@@ -408,6 +408,6 @@ class LeaseServer:
         # The nonce of an AbortLease is `<verb>-<attempt id>`; see lease_messages.py.
         verb, _, attempt_id = request.nonce.partition("-")
         self._offers.unsubscribe(
-            f"subscribe-{attempt_id}", request.lease_id, now, lends=verb == "lend"
+            f"subscribe-{attempt_id}", request.lease_id, now, keeps_offer=verb == "lend"
         )
         return self._table.abort(request.lease_id, now)

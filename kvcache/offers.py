@@ -249,7 +249,7 @@ class Offers(Generic[R]):
         return Ok(nonce=nonce)
 
     def unsubscribe(
-        self, nonce: str, lease_or_transfer_id: str, now: float, *, lends: bool
+        self, nonce: str, lease_or_transfer_id: str, now: float, *, keeps_offer: bool
     ) -> None:
         """Ends a subscription. If no subscription is left, gives up the offer.
 
@@ -257,14 +257,14 @@ class Offers(Generic[R]):
 
         Args:
             lease_or_transfer_id: The transfer id if the reader has no lease id yet.
-            lends: Keep the offer, because a different reader may subscribe.
+            keeps_offer: Keep the offer, because a different reader may subscribe.
         """
         transfer_id = self._transfer_ids.get(lease_or_transfer_id, lease_or_transfer_id)
         offer = self._offers.get(transfer_id)
         if offer is None:
             return
         offer.subscriptions.pop(nonce, None)
-        offer.is_given_up = not (lends or offer.subscriptions)
+        offer.is_given_up = not (keeps_offer or offer.subscriptions)
         if offer.is_given_up and offer.reference:
             self._table.abort(offer.lease_id, now)
 

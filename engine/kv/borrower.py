@@ -245,7 +245,7 @@ class Borrower(KVConnector):
             keep_lease: keeps the lease, so that another decode server may use it.
         """
         del self._pulling[sequence.request_id]
-        self._coordinator.cancel(sequence.request_id, lend=keep_lease)
+        self._coordinator.cancel(sequence.request_id, keep_lease=keep_lease)
 
     # -- events -------------------------------------------------------------------
 

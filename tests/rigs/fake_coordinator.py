@@ -131,7 +131,7 @@ class FakeCoordinator:
         if not pull.tokens:
             self._end(pull_id, PullDone(pull_id, 0, 0, 0.0, "none"))
 
-    def cancel(self, pull_id: str, *, lend: bool = False) -> None:
+    def cancel(self, pull_id: str, *, keep_lease: bool = False) -> None:
         pull = self._pulls.get(pull_id)
         if pull is None:
             if not self._ended.get(pull_id, False):

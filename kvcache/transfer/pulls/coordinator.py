@@ -167,10 +167,7 @@ class PullCoordinator:
         self._call(lambda: self._do_connect(remote))
 
     def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
-        """Requests a reference to the longest prefix that the hint's engine has cached.
-
-        A LookedUp follows.
-        """
+        """Looks up the longest prefix cached on the engine. A LookedUp follows."""
         self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
@@ -211,13 +208,13 @@ class PullCoordinator:
         )
         self._call(lambda: self._do_pull(remote, order))
 
-    def cancel(self, pull_id: str, *, lend: bool = False) -> None:
+    def cancel(self, pull_id: str, *, keep_lease: bool = False) -> None:
         """Gives up a pull in any state. One PullDrained follows.
 
         Args:
-            lend: as in PullState.cancel.
+            keep_lease: as in PullState.cancel.
         """
-        self._call(lambda: self._do_cancel(pull_id, lend))
+        self._call(lambda: self._do_cancel(pull_id, keep_lease))
 
     def digest(self, scope: Scope, blocks: tuple[int, ...], reply: OnSums) -> None:
         """Computes a digest of this engine's KV in `blocks`, on every rank.
@@ -382,10 +379,10 @@ class PullCoordinator:
             state.pull(order, now)
             self._start_or_fail(state, self._peers.connect(remote, now))
 
-    def _do_cancel(self, pull_id: str, lend: bool) -> None:
+    def _do_cancel(self, pull_id: str, keep_lease: bool) -> None:
         state = self._pulls.get(pull_id)
         if state is not None:
-            self._perform(state, state.cancel(self._clock(), lend=lend))
+            self._perform(state, state.cancel(self._clock(), keep_lease=keep_lease))
         elif not self._pulls.is_drained_reported(pull_id):
             self._pulls.remember_ended(pull_id, is_drained_reported=True)
             self._emit(PullDrained(pull_id))

@@ -65,16 +65,19 @@ def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
     )
 
 
-def abort_lease(remote: RemotePrefill, attempt_id: str, *, lend: bool) -> AbortLease:
+def abort_lease(
+    remote: RemotePrefill, attempt_id: str, *, keep_lease: bool
+) -> AbortLease:
     """Returns the message that gives up the lease and the subscription.
 
     P's answer is ignored.
 
     Args:
-        lend: give up only the subscription, so that a different engine may subscribe.
+        keep_lease: give up only the subscription, so that a different engine may
+            subscribe.
     """
-    verb = "lend" if lend else "abort"
-    lease_id = "" if lend else remote.lease_id
+    verb = "lend" if keep_lease else "abort"
+    lease_id = "" if keep_lease else remote.lease_id
     return AbortLease(
         nonce=f"{verb}-{attempt_id}",
         incarnation=remote.incarnation,

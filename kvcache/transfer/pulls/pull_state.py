@@ -105,8 +105,7 @@ class PullState:
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as in PullDone
         self._is_converted = False  # as in PullDone
-        # What the digests of the current cut cover; None if no digests are needed, or
-        # once P's digest and D's digest were found equal.
+        # What the current cut's digests cover; None if unneeded, or once found equal.
         self._scope: Scope | None = None
         self._parts: list[DigestPart] = []  # the ranks' parts of D's digest of the cut
         self._sums: bytes | None = None  # P's digest of the cut
@@ -223,37 +222,30 @@ class PullState:
         if not (is_fence or is_renewal):
             return []
         if isinstance(reply, LeaseEnded):
-            error = LeaseGone(
-                f"lease {self.remote.lease_id} on {self.remote.engine_id} is gone: "
-                f"{reply.reason}"
-            )
-            return self.fail(error, now)
+            lease_name = f"lease {self.remote.lease_id} on {self.remote.engine_id}"
+            return self.fail(LeaseGone(f"{lease_name} is gone: {reply.reason}"), now)
         return self._end(self._done(now)) if is_fence else []
 
     def fail(self, error: BatonError, now: float) -> list[Action]:
-        """Fails the pull, unless it has ended or was given up.
-
-        Unlike `_fail_by_peer`, counts no failure of the peer.
-        """
+        """Fails an open pull that was not given up. Counts no failure of the peer."""
         if not (self._renews or self.phase is Phase.FENCING):
             return []
         self._error = error
         return self._stop(now)
 
-    def cancel(self, now: float, *, lend: bool = False) -> list[Action]:
+    def cancel(self, now: float, *, keep_lease: bool = False) -> list[Action]:
         """Gives the pull up. One PullDrained follows, perhaps after a PullStuck.
 
         Neither PullDone nor PullFailed follows.
 
         Args:
-            lend: a different engine may pull instead, so the lease is kept if the pull
-                `is_untouched`.
+            keep_lease: if the pull `is_untouched`, keep the lease for another engine.
         """
         if self._is_cancelled or self.phase is Phase.ENDED:
             return []
         self._is_cancelled = True
-        if lend and self.is_untouched:
-            unsubscribe = [self.abort_message(lend=True)] if self._grows else []
+        if keep_lease and self.is_untouched:
+            unsubscribe = [self.abort_message(keep_lease=True)] if self._grows else []
             return self._end(self._drained_event(), *unsubscribe)
         if self.phase is Phase.DRAINING:
             return [PullStuck(self.pull_id)] if self._is_failure_reported else []
@@ -416,9 +408,11 @@ class PullState:
         self._next_retry = now + self._settings.fence_retry_s
         return lease_messages.complete_lease(self.remote, self.attempt_id)
 
-    def abort_message(self, *, lend: bool = False) -> AbortLease:
+    def abort_message(self, *, keep_lease: bool = False) -> AbortLease:
         """The message that gives up the lease; see lease_messages.abort_lease."""
-        return lease_messages.abort_lease(self.remote, self.attempt_id, lend=lend)
+        return lease_messages.abort_lease(
+            self.remote, self.attempt_id, keep_lease=keep_lease
+        )
 
     # -- the end
 
@@ -469,8 +463,7 @@ class PullState:
         messages: list[Action] = []
         if not isinstance(self._error, LeaseGone):
             if self._grows and not self.remote.lease_id:
-                # P ignores an abort of an offer that P does not know yet. Subscribe
-                # makes the offer known.
+                # P ignores aborts of unknown offers. Subscribe makes this offer known.
                 messages.append(self._subscribe())
             messages.append(self.abort_message())
         if self._is_cancelled or self._is_failure_reported:

@@ -215,10 +215,10 @@ def test_untouched_lent_lease_is_not_aborted():
         ordered.on_peer_ready(now=1.0)
         for unread in (held, waiting):
             assert unread.is_untouched is (remote is lent)
-            assert unread.cancel(2.0, lend=True) == [DRAINED, *end]
+            assert unread.cancel(2.0, keep_lease=True) == [DRAINED, *end]
             assert unread.phase is Phase.ENDED and unread.deadline() == float("inf")
         assert not ordered.is_untouched
-        assert ordered.cancel(2.0, lend=True) == [STOP]
+        assert ordered.cancel(2.0, keep_lease=True) == [STOP]
     assert state(remote=lent).cancel(2.0) == [DRAINED, ABORT]
 
 

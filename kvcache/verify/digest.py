@@ -51,25 +51,26 @@ _MAX_TEMPORARY_BYTES: Final = 256 << 10
 
 
 class Rows(NamedTuple):
-    """The rows of T tokens, G rows for each token.
+    """The rows of T tokens, R rows for each token.
 
-    G is heads x covered layers x components. The chunk of a token decides which layers
+    R is heads x covered layers x components. The chunk of a token decides which layers
     are covered.
 
     Attributes:
-        tokens: i64 [T]: the number of each token's first row, counted in the pool.
+        first_rows: i64 [T]: the number of each token's first row, counted in the pool.
         token_keys: i64 [T]: the key of each token.
-        chunks: i64 [T]: each token's chunk, as an index into `groups` and `group_keys`.
-        groups: i64 [chunks, G]: the distance, in rows, from a token's first row to each
-            of its rows.
-        group_keys: i64 [chunks, G]: the key of each row's (layer, component, head).
+        chunks: i64 [T]: each token's chunk, as an index into `row_offsets` and
+            `row_keys`.
+        row_offsets: i64 [chunks, R]: the distance, in rows, from a token's first row to
+            each of its rows.
+        row_keys: i64 [chunks, R]: the key of each row's (layer, component, head).
     """
 
-    tokens: torch.Tensor
+    first_rows: torch.Tensor
     token_keys: torch.Tensor
     chunks: torch.Tensor
-    groups: torch.Tensor
-    group_keys: torch.Tensor
+    row_offsets: torch.Tensor
+    row_keys: torch.Tensor
 
 
 class _Digest(NamedTuple):
@@ -237,8 +238,8 @@ class Digester:
             axis: stride // layout.head_dim for axis, stride in layout.strides.items()
         }
         tokens_per_block = self._endpoint.stripe.tokens_per_block
-        starts = blocks[tokens // tokens_per_block] * strides["B"]
-        starts += tokens % layout.block_size * strides["N"]
+        first_rows = blocks[tokens // tokens_per_block] * strides["B"]
+        first_rows += tokens % layout.block_size * strides["N"]
         chunks = tokens // scope.chunk_tokens - scope.chunks.start
         first = int(chunks[0])
         stop = int(chunks[-1]) + 1
@@ -246,18 +247,18 @@ class Digester:
         head = np.arange(len(self._heads))[:, None, None]
         layer = layers[first:stop, None, :, None]
         component = np.arange(layout.num_components)
-        groups = head * strides["H"] + layer * strides["L"] + component * strides["C"]
+        offsets = head * strides["H"] + layer * strides["L"] + component * strides["C"]
         numbers = (first_layer + layer) * layout.num_components + component
         numbers = numbers * self._total_heads + head + self._heads.start
         numbers = numbers.reshape(stop - first, -1)
         rows = Rows(
-            tokens=self._tensor(starts),
+            first_rows=self._tensor(first_rows),
             token_keys=self._tensor(
                 scope.keys(KeyKind.TOKEN, tokens.astype(np.uint64))
             ),
             chunks=self._tensor(chunks - first),
-            groups=self._tensor(groups.reshape(stop - first, -1)),
-            group_keys=self._tensor(
+            row_offsets=self._tensor(offsets.reshape(stop - first, -1)),
+            row_keys=self._tensor(
                 scope.keys(KeyKind.LAYER_COMPONENT_HEAD, numbers.astype(np.uint64))
             ),
         )
@@ -285,17 +286,17 @@ def _values(words: torch.Tensor, word_keys: torch.Tensor, rows: Rows) -> torch.T
         word_keys: i64 [words of a row], odd.
 
     Returns:
-        i64 [T, G], with T and G as in `Rows`.
+        i64 [T, R], with T and R as in `Rows`.
     """
-    groups = rows.groups[rows.chunks]
-    group_keys = rows.group_keys[rows.chunks]
-    index = (rows.tokens[:, None] + groups).view(-1)
+    offsets = rows.row_offsets[rows.chunks]
+    row_keys = rows.row_keys[rows.chunks]
+    index = (rows.first_rows[:, None] + offsets).view(-1)
     sums = torch.empty_like(index)
     count = max(1, _MAX_TEMPORARY_BYTES // (words.shape[1] * words.itemsize))
     for start in range(0, len(index), count):
         selected = words.index_select(0, index[start : start + count])
         torch.sum(selected * word_keys, -1, out=sums[start : start + count])
-    value = sums.view(groups.shape).add_(group_keys).add_(rows.token_keys[:, None])
+    value = sums.view(offsets.shape).add_(row_keys).add_(rows.token_keys[:, None])
     # This is scope.scramble on signed numbers: `>>` copies the sign bit, so the upper
     # 33 bits are masked.
     for multiplier in MULTIPLIERS:

@@ -29,11 +29,13 @@ def values(
         rows: A digest.Rows.
 
     Returns:
-        i64 [T, G], with T and G as in digest.Rows.
+        i64 [T, R], with T and R as in digest.Rows.
     """
     num_tokens = len(rows[0])
-    num_groups = rows[3].shape[1]
-    out = torch.empty(num_tokens, num_groups, dtype=torch.int64, device=words.device)
+    rows_per_token = rows[3].shape[1]
+    out = torch.empty(
+        num_tokens, rows_per_token, dtype=torch.int64, device=words.device
+    )
     width = words.shape[1]
     lanes = min(64, triton.next_power_of_2(width))
     _kernel[(_NUM_PROGRAMS,)](
@@ -42,7 +44,7 @@ def values(
         *rows,
         out,
         out.numel(),
-        num_groups,
+        rows_per_token,
         WIDTH=width,
         LANES=lanes,
         TILE=_TILE_WORDS // lanes,
@@ -51,19 +53,19 @@ def values(
 
 
 @triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
-    do_not_specialize=["num_rows", "num_groups"]
+    do_not_specialize=["num_rows", "rows_per_token"]
 )
 def _kernel(  # type: ignore[no-untyped-def]
     words,
     word_keys,
-    tokens,
+    first_rows,
     token_keys,
     chunks,
-    groups,
-    group_keys,
+    row_offsets,
+    row_keys,
     out,
     num_rows: tl.int32,
-    num_groups: tl.int32,
+    rows_per_token: tl.int32,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
@@ -71,19 +73,19 @@ def _kernel(  # type: ignore[no-untyped-def]
     for first in tl.range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
         row = first + tl.arange(0, TILE)
         is_row = row < num_rows
-        token = row // num_groups
+        token = row // rows_per_token
         chunk = tl.load(chunks + token, mask=is_row, other=0)
-        group = chunk * num_groups + row % num_groups
-        start = tl.load(tokens + token, mask=is_row, other=0)
-        start = (start + tl.load(groups + group, mask=is_row, other=0)) * WIDTH
+        entry = chunk * rows_per_token + row % rows_per_token
+        start = tl.load(first_rows + token, mask=is_row, other=0)
+        start = (start + tl.load(row_offsets + entry, mask=is_row, other=0)) * WIDTH
         value = tl.load(token_keys + token, mask=is_row, other=0)
-        value += tl.load(group_keys + group, mask=is_row, other=0)
+        value += tl.load(row_keys + entry, mask=is_row, other=0)
         for lane in tl.static_range(0, WIDTH, LANES):
             lanes = lane + tl.arange(0, LANES)
             keys = tl.load(word_keys + lanes, mask=lanes < WIDTH, other=0)
             is_word = is_row[:, None] & (lanes < WIDTH)[None, :]
-            places = words + start[:, None] + lanes[None, :]
-            word = tl.load(places, mask=is_word, other=0)
+            addresses = words + start[:, None] + lanes[None, :]
+            word = tl.load(addresses, mask=is_word, other=0)
             value += tl.sum(word.to(tl.int64) * keys[None, :], axis=1)
         mixed = value.to(tl.uint64, bitcast=True)
         mixed = (mixed ^ (mixed >> 33)) * _FIRST

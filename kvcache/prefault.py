@@ -1,7 +1,7 @@
 """Populates memory pages of a CPU pool before a step or a pull writes to them.
 
 The Linux kernel allocates a page at its first write, which takes 10 us or more. Over a
-transport that writes through the kernel, a pull of 24 MB takes 76 ms into new pages,
+transport that writes through that kernel, a pull of 24 MB takes 76 ms into new pages,
 but 6 ms into populated pages. A step that computes 24 MB of KV, for a prompt of 512
 tokens, takes 50 ms longer in new pages. Populating a page does not change its bytes.
 """

@@ -76,9 +76,9 @@ class Memory:
 
 @cache
 def host_id() -> str:
-    """An id of the running kernel, equal for all processes of the host.
+    """The boot id of the system, equal for all processes and containers of a host.
 
-    Containers of one host share the id.
+    The host name if the boot id cannot be read.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

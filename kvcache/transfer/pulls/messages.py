@@ -255,7 +255,7 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 class DigestOrder(msgspec.Struct, frozen=True, tag="digest"):
     """Coordinator to rank: compute a digest of the KV in this engine's blocks.
 
-    Ends in RankEnded, like a Pull.
+    Every rank answers with RankEnded, as to a Pull.
 
     Attributes:
         block_ids: this engine's blocks, from token 0 of the sequence on.

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 
 MAX_CHARS = 1024  # maximum length of the request field `cache_salt`
-SALT_BYTES = 32  # length of a salt; the salt is empty if a request has none
+SALT_BYTES = 32  # length of a salt that is not empty; see `derive`
 _LABEL = b"baton cache salt"
 
 
@@ -26,7 +26,7 @@ def derive(cache_salt: str | None, key_digest: bytes, secret: bytes) -> bytes:
 
     Args:
         cache_salt: The field of the request, or None.
-        key_digest: Digest of the request's API key; empty without
+        key_digest: Digest of the request's API key; empty without a key or without
             --cache-salt-by-key.
         secret: The cluster secret.
     """

@@ -75,13 +75,15 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(RequestError, code="context_length_exceeded"):
-    """The prompt and the output do not fit into the context. The message has both
-    lengths.
+    """The prompt, or the prompt and the requested output together, exceed the context
+    of the model.
     """
 
 
 class GrammarFailed(RequestError, phase="engine", code="grammar_failed"):
-    """No continuation of the output can match the grammar of the request."""
+    """The output cannot continue as the grammar of the request requires, or the grammar
+    cannot be used.
+    """
 
 
 class Unauthorized(RequestError, status=401, phase="access", code="invalid_api_key"):
@@ -153,7 +155,7 @@ class RemoteKVError(
     type="remote_kv_error",
     code="remote_kv_error",
 ):
-    """The KV of a prefill server could not be used."""
+    """The KV of another server could not be used."""
 
 
 class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable"):
@@ -163,8 +165,8 @@ class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable")
 class PeerIncompatible(
     RemoteKVError, retryable=False, phase="handshake", code="peer_incompatible"
 ):
-    """This engine cannot use the peer's KV. The message has the name of the field that
-    differs, and both values.
+    """This engine cannot use the peer's KV, or the peer's metadata is invalid. The
+    message names the field or option at fault.
     """
 
 
@@ -183,7 +185,9 @@ class KVCorrupt(RemoteKVError, code="kv_corrupt"):
 
 
 class PullCircuitOpen(RemoteKVError, code="pull_withheld"):
-    """Earlier pulls failed or hang, so this pull was not attempted or was given up."""
+    """This pull was not attempted, or was given up, because earlier pulls failed, READs
+    hang, or no KV blocks become free.
+    """
 
 
 class PullTimeout(RemoteKVError, status=504, code="pull_timeout"):
@@ -202,11 +206,13 @@ class ServiceError(
 
 
 class NoServerAvailable(ServiceError, code="no_server_available"):
-    """No server can take the request."""
+    """No server can take the request at present, for example because this server is
+    starting or shutting down.
+    """
 
 
 class Overloaded(ServiceError, phase="admission", code="overloaded"):
-    """The servers have no capacity for the request."""
+    """A server lacks the capacity that the request needs, such as KV blocks."""
 
 
 class ResumeRefused(ServiceError, phase="resume", code="resume_refused"):
@@ -237,17 +243,17 @@ class InternalError(
     """A bug in Baton."""
 
 
-# Longest `Retry-After` of a full queue, in seconds. Predictions of longer waits are
+# Maximum `Retry-After` of a QueueFull, in seconds. Predictions of longer waits are
 # unreliable, and one retry per minute is cheap.
 MAX_RETRY_AFTER_S = 60
 
 
 class QueueFull(RateLimited, phase="admission"):
-    """The queue of the server is full.
+    """A queue is full, or a limit on the requests in progress is reached.
 
     Args:
-        retry_after_s: Predicted time until the queue is short enough, in seconds. The
-            header `retry-after` has this time, rounded up, but at least 1 and at most
+        retry_after_s: Predicted time until a retry may succeed, in seconds. The header
+            `retry-after` has this time, rounded up, but at least 1 and at most
             MAX_RETRY_AFTER_S.
     """
 

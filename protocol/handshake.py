@@ -105,7 +105,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         extra: Values that only some transports need, such as the offer of mapped memory
             (kvcache/transfer/move/peer_memory.py).
-        pid: The process id of the rank in the PID namespace of its host.
+        pid: The process id of the rank in the rank's own PID namespace.
     """
 
     rank: int
@@ -120,7 +120,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that a decode engine needs to read the KV of this engine's ranks."""
+    """The facts that another engine needs to read the KV of this engine's ranks."""
 
     protocol_version: int
     engine_id: str

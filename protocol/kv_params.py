@@ -36,11 +36,12 @@ _UNSIGNED = ("signature", "checksums")
 _MAX_TRANSFER_ID_CHARS = 128
 HINT = "hint"  # the member that names a server which may hold KV; see kv_offers.py
 SENDER_RELEASES = "sender_releases"  # see the function sender_releases
-# Endpoint of a server. Releases the KV of unneeded `kv_transfer_params`.
+# Endpoint of a server. If no decode server will pull the KV of `kv_transfer_params`, a
+# proxy sends them to this endpoint, and the server releases the KV.
 RELEASE_PATH = "/release_kv"
 
-# With these kv_transfer_params, a prefill server computes only the prompt. The members
-# follow vLLM's convention.
+# With these kv_transfer_params, a prefill server computes the prompt, samples the first
+# token and leases the KV to a decode server. The members follow vLLM's convention.
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -55,9 +56,10 @@ REMOTE_DECODE: dict[str, Any] = {
 _LOWEST_LOGPROB = -9999.0
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
-# Maximum number of references in a request, which is also the maximum number of
-# prompts. The bound limits the work that a client with forged references can cause.
-_MAX_REFERENCES = 1024
+# Maximum number of references that `verified_params` verifies. No valid request has more,
+# because a request has at most this many prompts. The maximum limits the work that a
+# client with forged references can cause.
+_MAX_VERIFIED = 1024
 _MAX_LOGPROBS = 1000
 _MAX_DEPTH = 5  # levels of nested JSON values that `_with_integers` converts
 
@@ -94,7 +96,8 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         remote_host: Address of the prefill server's side channel.
         lease_ms: Duration of the lease, by the clock of the prefill server. The decode
             server can renew the lease.
-        remote_num_tokens: Number of tokens of the whole prompt.
+        remote_num_tokens: Number of tokens of the whole prompt. If a request with one
+            choice has migrated, its output tokens so far are included.
         remote_block_size: Tokens per block.
         remote_cached_tokens: Number of prompt tokens that the prefill server did not
             compute.
@@ -221,11 +224,14 @@ def build(
     return KVTransferParams(**members).sign(secret)
 
 
-def verified_params(offered: object, secret: bytes) -> Iterator[KVTransferParams]:
-    """Yields the params in `offered`, which is one object or a list. Objects that are
-    invalid or not signed with this secret are skipped.
+def verified_params(references: object, secret: bytes) -> Iterator[KVTransferParams]:
+    """Yields the params in `references`, which is one object or a list.
+
+    Objects that are invalid or not signed with this secret are skipped. Objects after
+    the first _MAX_VERIFIED are ignored.
     """
-    for item in offered[:_MAX_REFERENCES] if isinstance(offered, list) else [offered]:
+    items = references[:_MAX_VERIFIED] if isinstance(references, list) else [references]
+    for item in items:
         with contextlib.suppress(KVParamsRejected):
             params = parse(item)
             params.verify(secret)

@@ -86,16 +86,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one position.
+    """Log-probabilities at one position of the prompt or of the output.
 
     The logarithms are natural. The distribution is that of the model, before sampling
     parameters such as the temperature are applied.
     """
 
-    logprob: float  # of the sampled token
+    logprob: float  # of the token at this position
     top_ids: list[int] = []
     top_logprobs: list[float] = []
-    rank: int = 0  # of the sampled token in the vocabulary, from 1; 0: unknown
+    rank: int = 0  # of that token; 1 is the most likely token; 0: unknown
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -106,14 +106,14 @@ class FirstToken(msgspec.Struct, frozen=True):
 
 
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """A reference to a prompt's KV on a prefill server.
+    """A reference to a prompt's KV on another server, called the prefill server here.
 
     The signature and the digests of the reference have been verified.
 
     Attributes:
         block_size: Tokens per block.
         num_tokens: Number of tokens that the blocks hold KV for: all prompt tokens and,
-            if the request has migrated, its output tokens so far.
+            if a request with one choice has migrated, its output tokens so far.
         cached_tokens: The part of `num_tokens` that the prefill server did not compute.
         transferred_tokens: The part of `cached_tokens` that the prefill server pulled.
         first_tokens: One per choice; empty if the decode server samples them itself.
@@ -122,7 +122,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         transfer_id: Set if the prefill server is still computing the prompt. The lease,
             the blocks and the first tokens then arrive by subscription (Subscribe in
             handshake.py).
-        prompt_digest: Digest of the prompt; only set with a `transfer_id`.
+        prompt_digest: Digest of the tokens that the KV belongs to; empty in the reply
+            to a Lookup.
     """
 
     host: str
@@ -204,7 +205,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         kv_rejected: Decode role: the reason why the kv_transfer_params of the request
             were not used.
         kv_unused: The reference in kv_transfer_params that were not used, if a server
-            of this cluster signed them. The engine releases its lease.
+            of this cluster signed them. The engine releases the lease.
     """
 
     request_id: str
@@ -242,10 +243,9 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
-    """Moves a request that has a single choice to another server.
+    """Ends a request with MOVED, so that another server can continue the request.
 
-    The request ends with MOVED, as soon as it has an output token and the engine holds
-    its KV.
+    The request ends as soon as all its unfinished choices decode on this engine.
     """
 
     request_id: str
@@ -292,7 +292,7 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `prefill_*` are the same numbers on the prefill server, if there was a prefill leg.
     """
 
-    transferred: int = 0  # pulled from another server, and confirmed by the fence
+    transferred: int = 0  # pulled from another server, which confirmed the lease
     recomputed: int = 0  # computed by this server
     skipped: int = 0  # found in this server's prefix cache
     cached_tokens: int = 0  # computed by no server for this request
@@ -371,7 +371,11 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
-    """Gauges and counters by metric name (protocol.metrics); sent when they change."""
+    """The values of all metrics of the engine.
+
+    The keys are those of `stat_key` (protocol/metrics.py). The keys of a histogram have
+    the names of its samples, which end in _bucket, _count or _sum.
+    """
 
     values: dict[str, float]
 

@@ -164,7 +164,7 @@ TABLE = (
     Spec("baton_kv_verify_failures", "counter", "engine",
          "KV pulls with bytes that differ from the lender's; should stay 0."),
     Spec("baton_kv_params_rejected", "counter", "engine",
-         "Offered kv_transfer_params that were not used."),
+         "Received kv_transfer_params that were not used."),
     Spec("baton_kv_first_tokens_redrawn", "counter", "engine",
          "First tokens that the decode server sampled again, because the prefill "
          "server had used different sampling parameters."),
@@ -268,7 +268,9 @@ class EngineHistogram(Histogram):
         super().__init__(spec.name, spec.help, buckets=spec.buckets_s, registry=None)
 
     def values(self) -> dict[str, float]:
-        """Returns all series of the histogram, by the keys of EngineStats.values."""
+        """Returns the value of each series of the histogram. The keys are like those of
+        EngineStats.values.
+        """
         (family,) = self.collect()
         return {
             _series_key(sample.name, sample.labels): sample.value
@@ -362,11 +364,11 @@ class Metrics:
         self._engine.values.update(values)
 
     def values(self, *names: str) -> dict[str, float]:
-        """Returns the current values of the metrics `names`, by the keys of
-        `stat_key`.
+        """Returns the current value of each series of the metrics `names`.
 
-        Only metrics that this application counts itself can be named here, not the
-        engine's metrics.
+        The keys are like those of `stat_key`, but with the names of samples: the name
+        of a counter has the suffix `_total`. Each metric must be one that this
+        application counts itself, not one of the engine's.
         """
         values: dict[str, float] = {}
         for name in names:

@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kv_digest: See kv_digest in protocol/handshake.py; empty if unknown.
         ttl_s: How long the proxy keeps the server after this record, in seconds.
-        issued_ms: Milliseconds since 1970 by the server's clock.
+        issued_ms: Time of signing by the server's clock, in milliseconds since 1970.
         leaving: Whether the server is shutting down, so that it must receive no new
             requests.
     """

@@ -16,7 +16,7 @@ events.
 The first text (`Origin`) has the values that the response depends on besides its
 request and its tokens. A text that begins with `!` precedes an error event after which
 another server may continue the stream. One of these texts is `!moved`; it contains the
-location of the KV of all tokens so far.
+`kv_transfer_params` with which another server pulls the KV.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ HEADER = "x-baton-frames"
 MEMBER = "baton_resume"  # member of a request's body
 # Limit on the total size of a stream's texts. A larger stream cannot fail over.
 MAX_HISTORY_BYTES = 1 << 20
-FAILOVER_PREFIX = b"!"
+FAILOVER_PREFIX = b"!"  # of a text before an error event; another server may continue
 DIED = b"!died"  # the engine has ended
 BUSY = b"!busy"  # this server cannot continue the stream, but another server may
 # The server has migrated the stream; the JSON of `kv_transfer_params` follows.
@@ -235,7 +235,7 @@ def open_resume(value: object, secret: bytes) -> Resume:
     """Returns the stream state in the value of `baton_resume`.
 
     Raises:
-        ResumeRejected: No proxy of this cluster signed the value.
+        ResumeRejected: The value is malformed, or no proxy of this cluster signed it.
     """
     try:
         signed = msgspec.convert(value, _Signed)

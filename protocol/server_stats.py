@@ -71,7 +71,8 @@ class ServerStats(msgspec.Struct, frozen=True):
 
     Attributes:
         server: The response to GET /ready.
-        values: Metric values by the keys of stat_key in protocol/metrics.py.
+        values: Metric values. The keys are those of stat_key in protocol/metrics.py,
+            but counters that the HTTP process counts have the suffix `_total`.
         served: The most recently finished requests, the oldest first.
         next: The sequence number that the next finished request will have.
     """

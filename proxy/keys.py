@@ -138,10 +138,10 @@ class LimitedKey(Key):
             return {}
         return self._tokens.charge(self.name, tokens, per_minute)
 
-    def settle(self, tokens: int) -> None:
+    def settle(self, difference: int) -> None:
         per_minute = self.line.tokens_per_minute
         if per_minute is not None:
-            self._tokens.settle(tokens, per_minute)
+            self._tokens.settle(difference, per_minute)
 
     def end(self) -> None:
         self._num_running -= 1

@@ -17,7 +17,8 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 RETRY_S = 0.05  # pause after a connection could not be accepted
-MAX_RESERVED = 64  # maximum number of descriptors for files, logs and health checks
+# Maximum number of descriptors that are reserved for files, logs and health checks.
+MAX_RESERVED = 64
 _BACKLOG = 4096  # maximum number of waiting connections; the kernel may allow fewer
 _ACCEPTS_PER_TURN = 64  # connections accepted in one turn of the event loop
 _WARN_INTERVAL_S = 60.0

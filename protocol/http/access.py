@@ -1,9 +1,10 @@
 """Access control, which needs only the head of a request.
 
 Without API keys every client has all rights, except the rights that `check_operator`
-restricts. With API keys, a client without a key can use only `open_paths`, and
-ADMIN_PATHS require an admin key. The handler of a path calls `grant_of` to find out
-which details its response may contain. proxy/keys.py adds a file of keys with limits.
+restricts. With API keys, a client without a key can use only the `open_paths` of
+`Access`, and ADMIN_PATHS require an admin key. The handler of a path calls `grant_of`
+to find out which details its response may contain. proxy/keys.py adds a file of keys
+with limits.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from protocol.settings.server_options import AccessOptions, ListenOptions
 
 logger = get_logger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready"})  # the default of `open_paths`
 # Prefixes of the paths that require an admin key.
 ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")
 # Replaces the details in a response to a client without an admin key.
@@ -79,7 +80,7 @@ class Key:
     Attributes:
         min_priority: The most urgent priority (the smallest number) that requests with
             this key may have; None: any priority.
-        limits_tokens: Whether the key has a limit of tokens, so that the tokens of its
+        limits_tokens: Whether the key has a token limit, so that the tokens of its
             requests must be counted.
     """
 
@@ -99,16 +100,17 @@ class Key:
         return {}
 
     def charge(self, tokens: int) -> Mapping[str, str]:
-        """Charges an estimate of a request's tokens to the key.
+        """Charges an estimate of a request's tokens to the key, and returns headers for
+        the response.
 
-        The result and the error are like those of `begin`.
+        Raises:
+            RateLimited: The key has used up its token limit.
         """
         return {}
 
-    def settle(self, tokens: int) -> None:
-        """Corrects a charge by the number `tokens`, which may be negative.
-
-        The number is the request's actual tokens minus the estimate.
+    def settle(self, difference: int) -> None:
+        """Adds `difference` to an earlier charge: the request's actual tokens minus the
+        estimate, which may be negative.
         """
 
     def end(self) -> None:
@@ -129,7 +131,8 @@ class AccessGrant:
         self.min_priority = None if key is None else key.min_priority
         # Digest of the key if caches are salted by key; see cache_salt.py.
         self.salting_key = b""
-        self.charged_key: Key | None = None  # the key that counts this request
+        # The key to which this request is charged; None if no key is.
+        self.charged_key: Key | None = None
         self.headers: Mapping[str, str] = {}  # for the response
         self._num_charged = 0
 
@@ -146,7 +149,7 @@ class AccessGrant:
         """Charges an estimate of the tokens to the key, and updates `headers`.
 
         Raises:
-            RateLimited: The key has used up its limit of tokens.
+            RateLimited: The key has used up its token limit.
         """
         if self.charged_key is not None:
             self.headers = {**self.headers, **self.charged_key.charge(tokens)}
@@ -188,8 +191,8 @@ def share_of(scope: Mapping[str, Any]) -> str:
     """Returns an identifier of the request's key.
 
     An engine shares its capacity equally among the identifiers of waiting requests. The
-    identifier is the value of SHARE_HEADER if the proxy sent one, else the name of the
-    key, or empty without keys.
+    identifier is the value of SHARE_HEADER if the proxy sent this header, else the name
+    of the key. It is empty for a request without a key.
     """
     header = dict(scope["headers"]).get(SHARE_HEADER, b"").decode("latin-1")
     grant = grant_of(scope)

@@ -65,8 +65,8 @@ class Admission:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all waiting prompts. Tokens that several prompts share count
-        once.
+        """Number of tokens that all waiting prompts together count as. Tokens that
+        several prompts share count once.
         """
         return self._tokens_by_priority.total()
 

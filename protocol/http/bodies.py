@@ -67,7 +67,7 @@ async def read_body(
 
     Raises:
         PayloadTooLarge: The body has more than `limit_bytes`.
-        QueueFull: The bodies of running requests already have too many bytes.
+        QueueFull: The bodies of all running requests would have too many bytes.
         BatonError: The `refusal` of the connection.
         ClientDisconnected: The client disconnected before the body was complete.
     """

@@ -356,7 +356,8 @@ class _BoundedHttp(HttpToolsProtocol):
         self._stop_timeout()
         self.bodies.remove(self)
         if self._running is not None and not self._running.response_complete:
-            # uvicorn notifies only the last of several pipelined requests.
+            # Of several pipelined requests, uvicorn notifies only the last one of the
+            # disconnection.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)

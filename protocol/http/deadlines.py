@@ -22,9 +22,9 @@ _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
 class Countdown:
     """Calls back after `timeout_s` seconds, unless it is cancelled.
 
-    If the process was suspended, or its event loop was busy for long, a single timer
-    would fire before the loop has read the data that arrived in time. Therefore the
-    timeout consists of several timers, one after the other, and the loop reads data
+    If the process was suspended, or its event loop was busy for a long time, a single
+    timer would fire before the loop has read the data that arrived in time. Therefore
+    the timeout consists of several timers, one after the other, and the loop reads data
     between two of them. If the last timer fires late, it is repeated once.
     """
 

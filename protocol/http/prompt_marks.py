@@ -1,5 +1,5 @@
-"""Estimates which tokens several waiting prompts share, so that the engine computes
-these tokens only once; no I/O.
+"""Estimates which tokens several waiting prompts share. The engine computes shared
+tokens only once. This module does no I/O.
 
 A prompt has marks at fixed positions. The key of a mark is a hash of all tokens before
 the mark, so two prompts with the same key have the same beginning. The tokens between
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPAN_TOKENS = 64  # tokens between two marks in the first 4,096 tokens of a prompt
-# The length of spans doubles at each position of a prompt that is this many times the
-# current length. This bounds the number of marks.
-_MAX_SPAN_LENGTHS = 64
+# Spans become longer along a prompt, which bounds the number of marks: their length
+# doubles at each position that is this many times the current length.
+_DOUBLING_RATIO = 64
 
 
 class Mark(NamedTuple):
@@ -59,7 +59,7 @@ def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
         key = hash((key, ids[start : start + span_tokens].tobytes()))
         marks.append(Mark(key, span_tokens))
         start += span_tokens
-        if start >= _MAX_SPAN_LENGTHS * span_tokens:
+        if start >= _DOUBLING_RATIO * span_tokens:
             span_tokens *= 2
     return marks
 

@@ -72,7 +72,9 @@ class HttpServer(uvicorn.Server):
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=_EXPOSED_HEADERS,
-                max_age=600,  # seconds for which a browser may cache the response
+                # Seconds for which a browser may cache the response to a preflight
+                # request.
+                max_age=600,
             )
         config = uvicorn.Config(
             app,

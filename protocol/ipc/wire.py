@@ -245,7 +245,7 @@ def nap_if_short(timeout_s: float) -> float:
 def allow_short_naps() -> None:
     """Reduces the timer slack of the calling thread from Linux's 50 us to 1 us.
 
-    A sleep of the thread then ends at most 1 us late.
+    The slack then delays the end of a sleep by at most 1 us.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

@@ -124,7 +124,7 @@ def setup_logging(
     block; see protocol/process/output.py.
 
     Args:
-        role: "prefill", "decode", "proxy" or "up".
+        role: "prefill", "decode", "both" or "proxy".
         level: Lowest level of Baton's lines that is shown: debug, info, warning or
             error.
         rank: Rank of this process in its engine; None for a process without a rank.

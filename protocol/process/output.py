@@ -57,7 +57,7 @@ class OutputQueue:
         # Set when a text does not fit. New texts then go to `_last_texts` until the
         # queue is half empty or is flushed.
         self._is_full = False
-        self._num_unreported = 0  # dropped lines that no line has reported yet
+        self._num_unreported = 0  # lines dropped since the last report of dropped lines
         # The newest texts that did not fit into the queue.
         self._last_texts: deque[bytes] = deque(maxlen=MAX_LAST_TEXTS)
         threading.Thread(target=self._run, name=f"output-{fd}", daemon=True).start()

@@ -214,7 +214,7 @@ class LinkOptions(Options):
 
 
 class EngineOptions(GeometryOptions):
-    """Batching and the size of the KV cache."""
+    """How an engine computes: attention, KV cache, GPUs, memory and batching."""
 
     attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
     """attention implementation (auto: flashinfer on GPU, torch on CPU)"""

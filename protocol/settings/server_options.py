@@ -14,12 +14,12 @@ class AccessOptions(Options):
     """Access control and TLS of a process."""
 
     api_key: sources.Listed[ApiKey] = ()
-    """API key of clients (repeatable; none: every client may call). Prefer the variable
-    BATON_API_KEY, because other users can read command lines
+    """API key of clients (repeatable; without API keys and admin keys, every client may
+    call). Prefer the variable BATON_API_KEY, because other users can read command lines
     """
     admin_key: sources.Listed[ApiKey] = ()
-    """API key that may also read /metrics and all of /ready (repeatable). Prefer the
-    variable BATON_ADMIN_KEY
+    """API key that may also use /metrics, /stats, /drain, /migrate and /admin, and read
+    all of /ready (repeatable). Prefer the variable BATON_ADMIN_KEY
     """
     cache_salt_by_key: bool = False
     """share cached KV only among requests with the same API key. Otherwise a client
@@ -85,9 +85,7 @@ class ListenOptions(AccessOptions):
     new requests are refused with 429
     """
     client_timeout_s: Seconds = 60.0
-    """timeout of a client that neither sends the rest of its request nor reads its
-    response (s)
-    """
+    """timeout of a client that stops sending its request or reading its response (s)"""
     request_timeout_s: Seconds | None = None
     """timeout of a request without the header x-request-timeout-s (s; None: no limit)
     """
@@ -122,7 +120,7 @@ class WaitOptions(Options):
 class QueueOptions(WaitOptions):
     max_queued_tokens: int = Field(2**20, ge=1, le=2**40)
     """maximum number of prompt tokens in the waiting queue. A prompt counts as at least
-    64 tokens (tokens)
+    64 tokens per choice (tokens)
     """
 
 

@@ -316,7 +316,7 @@ def describe(settings: BatonSettings) -> str:
 def to_argv(options: BaseModel, *, only: Iterable[str] | None = None) -> list[str]:
     """Returns command-line arguments that set `options`.
 
-    Values that are None, secrets and groups are left out.
+    Secrets, groups and values that are None are left out.
 
     Args:
         only: Names of the fields to include; None: all fields.

@@ -25,9 +25,9 @@ ENV_PREFIX = "BATON_"
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # Variables about this machine. They are not options, and child processes inherit them.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
-MACHINE_PREFIX = "BATON_TEST_"
+MACHINE_PREFIX = "BATON_TEST_"  # all variables with this prefix are about the machine
 DNS_SCHEME = "dns+"  # prefix of a URL that stands for all addresses of its host name
-_URL_FIX = "write http://host:port"
+_URL_FIX = "write http(s)://host:port"
 # Placeholders of values in --help, by the name of the type in pydantic.
 _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
 _LIST_METAVARS = {
@@ -120,7 +120,8 @@ def base_url(url: str) -> str:
     """Returns `url` without a trailing slash.
 
     Raises:
-        ValueError: The URL does not have the form http://host:port.
+        ValueError: The URL is not http(s)://host or http(s)://host:port, or its port is
+            0.
     """
     try:
         parts = urlsplit(url)
@@ -315,7 +316,8 @@ def explain_validation(
     argv: Sequence[str],
     file_values: Mapping[str, Any],
 ) -> str:
-    """Returns one line per wrong value, with its setting, the reason and the value.
+    """Returns one line per wrong value, with its setting, the reason and, unless the
+    setting is secret, the value.
 
     Args:
         file_values: The values of the --config file.

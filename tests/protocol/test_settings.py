@@ -131,7 +131,11 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
             )
             for costs in ("3,8", "3,8,0", "3,8,x", "nan,8,7", "inf,8,7", "[", "[1,2")
         ),
-        (PROXY, "--cors-origin a.example", "--cors-origin: .*write http://host:port"),
+        (
+            PROXY,
+            "--cors-origin a.example",
+            r"--cors-origin: .*write http\(s\)://host:port",
+        ),
         (
             PROXY,
             "--max-queued-tokens 9",
@@ -348,7 +352,7 @@ def test_server_urls_repeat_or_join_with_commas(
         *wrong_hosts,
         *wrong_ports,
     ):
-        with pytest.raises(ConfigError, match="write http://host:port"):
+        with pytest.raises(ConfigError, match=r"write http\(s\)://host:port"):
             load(PROXY, ["--decode", wrong_url])
 
 

@@ -22,11 +22,11 @@ from kvcache.transfer.plan.plan import Planner, TransferPlan, join_plans
 from model.config import load_config
 from model.sizes import check_parallelism
 from protocol.settings.options import (
+    DivisorOfTp,
     DType,
     GeometryOptions,
     LinkOptions,
     ModelName,
-    PartOfRanks,
 )
 from protocol.settings.settings import BatonSettings, parse
 
@@ -98,7 +98,7 @@ class DecodeGeometry(Geometry):
 
     option_prefix: ClassVar[str] = "decode."
 
-    dcp: PartOfRanks = Field(
+    dcp: DivisorOfTp = Field(
         1, description="ranks that share tokens (a divisor of --decode.tp)"
     )
 

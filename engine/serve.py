@@ -31,7 +31,7 @@ from engine.process.launch import EngineProcesses
 from model.hub import resolve_model
 from protocol.errors import EngineDied
 from protocol.http.acceptor import raise_file_limit
-from protocol.http.server import HttpServer, bound_clients
+from protocol.http.server import HttpServer, drop_unresponsive_clients
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
@@ -133,7 +133,7 @@ class _Server:
         try:
             listener = bind(self.settings.host, self.settings.port)
             listener.listen(_LISTEN_BACKLOG)
-            bound_clients(listener, self.settings.client_timeout_s)
+            drop_unresponsive_clients(listener, self.settings.client_timeout_s)
             with listener:
                 serving = asyncio.ensure_future(self.server.serve(sockets=[listener]))
                 try:

@@ -56,9 +56,9 @@ REMOTE_DECODE: dict[str, Any] = {
 _LOWEST_LOGPROB = -9999.0
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
-# Maximum number of references that `verified_params` verifies. No valid request has more,
-# because a request has at most this many prompts. The maximum limits the work that a
-# client with forged references can cause.
+# Maximum number of references that `verified_params` verifies. No valid request has
+# more, because a request has at most this many prompts. The maximum limits the work
+# that a client with forged references can cause.
 _MAX_VERIFIED = 1024
 _MAX_LOGPROBS = 1000
 _MAX_DEPTH = 5  # levels of nested JSON values that `_with_integers` converts
@@ -453,12 +453,13 @@ def to_remote_prefill(
     return RemotePrefill(**{name: members[name] for name in names if name in members})
 
 
-def are_first_tokens_of(
+def can_use_first_tokens(
     params: KVTransferParams, add: AddRequest, seed: int | None
 ) -> bool:
-    """Returns whether this server would sample the same first tokens.
+    """Returns whether the request can use the first tokens in `params`.
 
-    The first tokens must also have all logprobs that the request needs.
+    This server must sample the same tokens, and the first tokens must have all logprobs
+    that the request needs.
 
     Args:
         params: The params with the first tokens of the prefill server.

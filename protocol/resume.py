@@ -108,7 +108,7 @@ def frame(text: bytes, events: bytes) -> bytes:
     return b"%b%08x %b\n%b" % (_MARK, len(events), text, events)
 
 
-def refusal_text(error: BatonError) -> bytes | None:
+def failover_text(error: BatonError) -> bytes | None:
     """Returns the text for the frame of an error, if another server may continue.
 
     The result is None if a retry is useless: every other server would fail in the same
@@ -199,20 +199,20 @@ class FrameHistory:
     """The texts of the frames that the proxy has passed on to the client.
 
     Attributes:
-        is_whole: False after texts were dropped. The stream then cannot move to another
-            server.
+        is_complete: False after texts were dropped. The stream then cannot move to
+            another server.
     """
 
     def __init__(self) -> None:
         self._texts = bytearray()
-        self.is_whole = True
+        self.is_complete = True
 
     def add(self, texts: bytes) -> None:
         """Appends texts; each text ends in a comma.
 
         If the total size reaches MAX_HISTORY_BYTES, all texts are dropped.
         """
-        if self.is_whole and len(self._texts) + len(texts) < MAX_HISTORY_BYTES:
+        if self.is_complete and len(self._texts) + len(texts) < MAX_HISTORY_BYTES:
             self._texts += texts
         else:
             self.forget()
@@ -220,7 +220,7 @@ class FrameHistory:
     def forget(self) -> None:
         """Drops all texts. The stream can then no longer move to another server."""
         self._texts.clear()
-        self.is_whole = False
+        self.is_complete = False
 
     def __bool__(self) -> bool:
         return bool(self._texts)

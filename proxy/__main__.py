@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from protocol.http.acceptor import raise_file_limit
 from protocol.http.access import check
-from protocol.http.server import HttpServer, bound_clients
+from protocol.http.server import HttpServer, drop_unresponsive_clients
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lifecycle.report_failure(str(error))
         return 1 if isinstance(error, CannotListen) else 2
     listener.listen(BACKLOG)
-    bound_clients(listener, settings.client_timeout_s)
+    drop_unresponsive_clients(listener, settings.client_timeout_s)
     server = ProxyServer(app)
     gc.collect()
     gc.freeze()  # collecting all these objects would delay every stream by about 10 ms

@@ -121,7 +121,7 @@ class FailoverState:
         if trace.num_lost > self._limit or trace.num_moved > MAX_MOVES:
             self.count_outcome("limit_reached")
             return False
-        is_incomplete = loss.has_begun and not self._reply.frame_history.is_whole
+        is_incomplete = loss.has_begun and not self._reply.frame_history.is_complete
         if health.is_foreign or is_incomplete:
             self.count_outcome("not_resumable")
             return False

@@ -304,5 +304,5 @@ class Framing:
         """
         if not self.is_requested:
             return event
-        text = resume.refusal_text(error) or resume.encode_text([])
+        text = resume.failover_text(error) or resume.encode_text([])
         return resume.frame(text, event)

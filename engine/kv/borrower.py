@@ -347,7 +347,7 @@ class Borrower(KVConnector):
             return
         # The client of a resumed request already has the first tokens.
         needs_first_token = bool(request.max_tokens and not request.resumed_choices)
-        is_usable = needs_first_token and kv_params.are_first_tokens_of(
+        is_usable = needs_first_token and kv_params.can_use_first_tokens(
             params, request, request.sampling.seed
         )
         if needs_first_token and not is_usable:

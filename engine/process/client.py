@@ -123,7 +123,7 @@ class Subscription:
         EngineClient calls this method.
         """
         if self._queue_entry is not None:
-            self._queue_entry.begin(request_id)
+            self._queue_entry.enqueue(request_id)
 
     def is_open(self, request_id: str) -> bool:
         """Whether more deltas may come for a request."""

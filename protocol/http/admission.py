@@ -141,7 +141,7 @@ class Admission:
             self._reserve_tokens(prompts, entry)
         if not has_grammar:
             for request_id, prompt in prompts.items():
-                self._begin(entry, request_id, prompt)
+                self._enqueue(entry, request_id, prompt)
         return entry
 
     def _reserve_tokens(
@@ -179,7 +179,7 @@ class Admission:
             )
         self._compiling_tokens += added
 
-    def _begin(
+    def _enqueue(
         self, entry: "QueueEntry", request_id: str, prompt: WaitingPrompt
     ) -> None:
         """Adds a prompt to the queue."""
@@ -310,12 +310,12 @@ class QueueEntry:
         self.measures_rate = measures_rate
         self.prompts: dict[str, WaitingPrompt] = {}
 
-    def begin(self, request_id: str) -> None:
+    def enqueue(self, request_id: str) -> None:
         """Moves a prompt into the queue when its grammar is compiled. Idempotent."""
         prompt = self.compiling.pop(request_id, None)
         if prompt is not None:
             self._queue._compiling_tokens -= prompt.num_counted
-            self._queue._begin(self, request_id, prompt)
+            self._queue._enqueue(self, request_id, prompt)
 
     def mark_served(self, request_id: str, num_processed: int | None = None) -> None:
         """Removes a prompt that has received its first token. Idempotent.
@@ -325,7 +325,7 @@ class QueueEntry:
                 None if the engine has not reported this number. The estimate of the
                 queue then counts.
         """
-        self.begin(request_id)
+        self.enqueue(request_id)
         prompt = self.prompts.get(request_id)
         if prompt is not None:
             if num_processed is None:

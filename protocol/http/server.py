@@ -1,7 +1,7 @@
 """The HTTP server of a process: uvicorn with bounded connections (connections.py).
 
 Connections beyond the limit of open files wait (acceptor.py). If a client vanishes or
-reads nothing, the kernel ends the connection (`bound_clients`).
+reads nothing, the kernel ends the connection (`drop_unresponsive_clients`).
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _EXPOSED_HEADERS = [
 ]
 
 
-def bound_clients(listener: socket.socket, timeout_s: float) -> None:
+def drop_unresponsive_clients(listener: socket.socket, timeout_s: float) -> None:
     """Makes the kernel end a connection after its client was unresponsive for
     `timeout_s`.
 

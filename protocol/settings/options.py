@@ -183,8 +183,8 @@ class GeometryOptions(Options):
         return size
 
 
-# A number of ranks that must divide --tp; see GeometryOptions._check_divides_tp.
-PartOfRanks = Annotated[int, Field(ge=1, le=64)]
+# The value of --ep or --dcp; GeometryOptions._check_divides_tp checks the division.
+DivisorOfTp = Annotated[int, Field(ge=1, le=64)]
 
 
 class LinkOptions(Options):
@@ -232,7 +232,7 @@ class EngineOptions(GeometryOptions):
     """size of the KV cache of one rank (bytes; None: derived from free memory)"""
     devices: sources.Listed[int] = ()
     """indices of the CUDA GPUs, in the order of the ranks (none: 0, 1, ..)"""
-    ep: PartOfRanks = 1
+    ep: DivisorOfTp = 1
     """expert parallelism: number of groups into which the experts of a
     mixture-of-experts model are divided. Each group is on --tp / --ep ranks (a divisor
     of --tp; 1: every rank has a slice of every expert)"""
@@ -295,7 +295,7 @@ class KVOptions(EngineOptions, LinkOptions):
     """kind of requests that proxies send to the server"""
     lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
     """how long the KV of a prompt is kept for a reader that does not respond (s)"""
-    dcp: PartOfRanks = 1
+    dcp: DivisorOfTp = 1
     """decode context parallelism: size of the groups of ranks that hold the same KV
     heads and divide the tokens of every sequence among them (ranks, a divisor of
     --tp)"""

@@ -17,7 +17,7 @@ import httpx
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from protocol.http.server import bound_clients
+from protocol.http.server import drop_unresponsive_clients
 from protocol.metrics import TABLE
 from protocol.server_stats import STATS_PATH
 from protocol.settings.settings import ProxySettings
@@ -374,7 +374,7 @@ class Rig:
         for fake in (*self.prefill, *self.decode):
             fake.start()
         self.app = ProxyApp(ProxySettings(**self._settings))
-        bound_clients(self.listener, self.app.settings.client_timeout_s)
+        drop_unresponsive_clients(self.listener, self.app.settings.client_timeout_s)
         self.server = ProxyServer(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         await until(lambda: self.server.started)

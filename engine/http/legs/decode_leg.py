@@ -98,7 +98,7 @@ class DecodeLeg(ServerHooks):
             if self._policy == "recompute":
                 return replace(add, kv_rejected=message, kv_unused=remote)
             raise KVParamsRejected(message, param=error.param) from None
-        if not kv_params.are_first_tokens_of(reference, add, seed):
+        if not kv_params.can_use_first_tokens(reference, add, seed):
             return replace(add, remote=replace(remote, first_tokens=[]))
         sampling = replace(add.sampling, seed=int(reference.seed))
         return replace(add, remote=remote, sampling=sampling)

@@ -36,8 +36,7 @@ _UNSIGNED = ("signature", "checksums")
 _MAX_TRANSFER_ID_CHARS = 128
 HINT = "hint"  # the member that names a server which may hold KV; see kv_offers.py
 SENDER_RELEASES = "sender_releases"  # see the function sender_releases
-# Endpoint of a server. If no decode server will pull the KV of `kv_transfer_params`, a
-# proxy sends them to this endpoint, and the server releases the KV.
+# Endpoint of a server: releases the KV of kv_transfer_params that no server will use.
 RELEASE_PATH = "/release_kv"
 
 # With these kv_transfer_params, a prefill server computes the prompt, samples the first
@@ -56,9 +55,8 @@ REMOTE_DECODE: dict[str, Any] = {
 _LOWEST_LOGPROB = -9999.0
 _MAX_TOKENS = 1 << 24
 _MAX_CHOICES = 128
-# Maximum number of references that `verified_params` verifies. No valid request has
-# more, because a request has at most this many prompts. The maximum limits the work
-# that a client with forged references can cause.
+# `verified_params` verifies at most this many references: one per prompt of a request.
+# The maximum limits the work that a client with forged references can cause.
 _MAX_VERIFIED = 1024
 _MAX_LOGPROBS = 1000
 _MAX_DEPTH = 5  # levels of nested JSON values that `_with_integers` converts
@@ -96,8 +94,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         remote_host: Address of the prefill server's side channel.
         lease_ms: Duration of the lease, by the clock of the prefill server. The decode
             server can renew the lease.
-        remote_num_tokens: Number of tokens of the whole prompt. If a request with one
-            choice has migrated, its output tokens so far are included.
+        remote_num_tokens: See RemotePrefill.num_tokens (protocol/messages.py).
         remote_block_size: Tokens per block.
         remote_cached_tokens: Number of prompt tokens that the prefill server did not
             compute.
@@ -225,10 +222,8 @@ def build(
 
 
 def verified_params(references: object, secret: bytes) -> Iterator[KVTransferParams]:
-    """Yields the params in `references`, which is one object or a list.
-
-    Objects that are invalid or not signed with this secret are skipped. Objects after
-    the first _MAX_VERIFIED are ignored.
+    """Yields the params in `references`, which is one object or a list. Skips objects
+    that are invalid, not signed with this secret, or after the first _MAX_VERIFIED.
     """
     items = references[:_MAX_VERIFIED] if isinstance(references, list) else [references]
     for item in items:
@@ -458,8 +453,7 @@ def can_use_first_tokens(
 ) -> bool:
     """Returns whether the request can use the first tokens in `params`.
 
-    This server must sample the same tokens, and the first tokens must have all logprobs
-    that the request needs.
+    This server must sample the same tokens, with all logprobs that the request needs.
 
     Args:
         params: The params with the first tokens of the prefill server.

@@ -56,8 +56,8 @@ class Admission:
         self._seconds_per_token: float | None = None
         self._served_tokens = 0  # tokens that the engine worked through in the window
         self._waited_s = 0.0  # waiting time in the window before `_waiting_since_s`
-        # The later of two times: the window began, or the empty queue received a
-        # prompt.
+        # When the window began, or when the first prompt entered the empty queue in the
+        # window, whichever is later.
         self._waiting_since_s = 0.0
         # Whether the queue was empty at some time in the window. The engine then lacked
         # work, so it can be faster than the sample.

@@ -39,9 +39,7 @@ PARENT_FD = "BATON_PARENT_FD"
 TAIL_LINES = 40  # how many of a child's last lines are kept
 # The signal by which a parent ends a child that has called `end_on_alarm`.
 ALARM = signal.SIGALRM
-# If Python drops the SystemExit of an ALARM, the process sends itself another ALARM
-# after this delay; see _on_unraisable.
-_REPEAT_ALARM_S = 0.01
+_REPEAT_ALARM_S = 0.01  # delay of an ALARM to this process itself; see _on_unraisable
 # Maximum time for reporting the end of a VitalThread. If the process that reads the
 # report is suspended (SIGSTOP), a write may never return.
 _MAX_REPORT_S = 5.0
@@ -428,8 +426,7 @@ def exit_now(status: int) -> NoReturn:
 
 
 def end_on_alarm() -> None:
-    """Makes ALARM raise SystemExit, and makes SIGTERM do nothing. Call this function in
-    the main thread.
+    """Makes ALARM raise SystemExit, and disables SIGTERM. Call it in the main thread.
 
     A service manager sends SIGTERM to all processes of a service at once. The parent of
     this process may still need this process then, and ends it by ALARM later.

@@ -28,7 +28,7 @@ FLUSH_TIMEOUT_S: Final = 1.0
 _BATCH_BYTES: Final = 4096  # PIPE_BUF: writes up to this size are atomic on a pipe
 
 # Returns the line that reports a number of dropped lines.
-Describe = Callable[[int], str]
+DescribeDropped = Callable[[int], str]
 
 
 class OutputQueue:
@@ -43,7 +43,11 @@ class OutputQueue:
     """
 
     def __init__(
-        self, fd: int, describe: Describe, *, max_queued_bytes: int = MAX_QUEUED_BYTES
+        self,
+        fd: int,
+        describe: DescribeDropped,
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
         # Number of lines dropped since the start, including lines in failed writes.
         self.num_dropped = 0
@@ -214,7 +218,7 @@ class QueuedStream(io.TextIOBase):
 _queues: list[OutputQueue] = []  # the queues of this process's standard streams
 
 
-def queue_standard_streams(describe: Describe) -> None:
+def queue_standard_streams(describe: DescribeDropped) -> None:
     """Replaces `sys.stdout` and `sys.stderr` by QueuedStreams. Idempotent.
 
     A stream that was already replaced, for example by a test, stays as it is.

@@ -147,10 +147,11 @@ def base_url(url: str) -> str:
 
 
 def server_url(url: str) -> str:
-    """Returns the URL of a server, perhaps with DNS_SCHEME, without a trailing slash.
+    """Returns the URL of a server, which may begin with DNS_SCHEME, without a trailing
+    slash.
 
     Raises:
-        ValueError: The URL is invalid; see `base_url`.
+        ValueError: The URL is invalid (see `base_url`), or an https URL has DNS_SCHEME.
     """
     plain = url.removeprefix(DNS_SCHEME)
     if plain == url:

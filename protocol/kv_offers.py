@@ -65,13 +65,13 @@ class Offer(Struct, frozen=True, kw_only=True):
             tp_size=0,
             first_tokens=[],
             sender_releases=True,
-            transfer_id=prompt_name(self.transfer_id, index),
+            transfer_id=prompt_transfer_id(self.transfer_id, index),
             prompt_digest=prompt_digest(token_ids, cache_salt),
         )
 
 
-def prompt_name(transfer_id: str, index: int) -> str:
-    """Returns the name under which a reader subscribes to the KV of one prompt.
+def prompt_transfer_id(transfer_id: str, index: int) -> str:
+    """Returns the transfer id under which a reader subscribes to the KV of one prompt.
 
     Args:
         index: Index of the prompt in the request.

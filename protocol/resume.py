@@ -35,7 +35,7 @@ HEADER = "x-baton-frames"
 MEMBER = "baton_resume"  # member of a request's body
 # Limit on the total size of a stream's texts. A larger stream cannot fail over.
 MAX_HISTORY_BYTES = 1 << 20
-FAILOVER_PREFIX = b"!"  # of a text before an error event; another server may continue
+FAILOVER_PREFIX = b"!"  # of texts after which another server may continue
 DIED = b"!died"  # the engine has ended
 BUSY = b"!busy"  # this server cannot continue the stream, but another server may
 # The server has migrated the stream; the JSON of `kv_transfer_params` follows.

@@ -65,7 +65,7 @@ class PrefillLeg(ServerHooks):
         transfer_id = kv_params.transfer_id(request.kv_transfer_params)
         prepared = []
         for index, add in enumerate(adds):
-            prompt_id = transfer_id and kv_offers.prompt_name(transfer_id, index)
+            prompt_id = transfer_id and kv_offers.prompt_transfer_id(transfer_id, index)
             prepared.append(replace(add, retain_kv=True, transfer_id=prompt_id))
         return prepared
 

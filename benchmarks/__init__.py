@@ -1,1 +1,1 @@
-"""Benchmarks. Each is a program that ends with one line of JSON."""
+"""Benchmark programs, each with one line of JSON as its last output, and helpers."""

@@ -1,4 +1,4 @@
-"""The answers of lm_eval's tasks: read from its samples, compared, saved and shown."""
+"""Compares, saves and shows the answers to lm_eval's tasks."""
 
 import math
 import statistics
@@ -17,9 +17,11 @@ _MAX_LISTED_DIFFERENCES = 20  # per task
 class Document(msgspec.Struct, frozen=True):
     """The requests of one document, in order, and the answer to each.
 
+    lm_eval calls one example of a task a document.
+
     Attributes:
         requests: each is [prompt] or [context, continuation].
-        scores: the document's score in each metric of TaskAnswers.
+        scores: the document's scores, by metric as in TaskAnswers.
     """
 
     doc_id: int
@@ -29,7 +31,11 @@ class Document(msgspec.Struct, frozen=True):
 
 
 class TaskAnswers(msgspec.Struct, frozen=True):
-    """The documents of one task, sorted by id, and the task's metrics from lm_eval."""
+    """The documents of one task, sorted by id, and the task's metrics from lm_eval.
+
+    Attributes:
+        seconds: how long the task ran.
+    """
 
     documents: list[Document]
     metrics: dict[str, float]
@@ -92,7 +98,8 @@ def compare(
             if only one side applies the chat template itself.
 
     Raises:
-        ValueError: the answers belong to different documents, prompts or requests.
+        ValueError: the two sides have different documents or prompts, or different
+            numbers of requests.
     """
     reference_ids = [document.doc_id for document in reference.documents]
     measured_ids = [document.doc_id for document in measured.documents]
@@ -108,8 +115,8 @@ def compare(
         doc_id = expected.doc_id
         if same_prompts and expected.requests != answered.requests:
             raise ValueError(
-                f"document {doc_id}: the endpoint received other prompts than the "
-                "reference"
+                f"document {doc_id}: the prompts of the endpoint and of the reference "
+                "differ"
             )
         if len(expected.answers) != len(answered.answers):
             raise ValueError(
@@ -174,8 +181,9 @@ def compare_scores(
 def _gap(want: Answer, have: Answer) -> float:
     """Return the difference of two answers.
 
-    This is the absolute difference of loglikelihoods. It is infinite if texts differ or
-    only one continuation is the greedy one, and 0 for equal texts.
+    This is the absolute difference of loglikelihoods, or 0 for equal texts. It is
+    infinite if texts differ, or if greedy decoding would produce a continuation on only
+    one side.
     """
     match want, have:
         case float(), float():
@@ -198,7 +206,7 @@ def load(path: Path, settings: Mapping[str, Any]) -> dict[str, TaskAnswers]:
     """Read a file that `save` wrote.
 
     Raises:
-        ValueError: the file was made with other settings.
+        ValueError: the file was made with settings that differ from `settings`.
     """
     saved = msgspec.json.decode(path.read_bytes(), type=SavedAnswers)
     for name, value in settings.items():

@@ -19,7 +19,8 @@ class Timeline:
     """The events of one request. Times are `time.perf_counter` seconds.
 
     Attributes:
-        due_at: when the request should have been sent; latencies count from here.
+        due_at: when the request should have been sent. The time to first token and the
+            total time count from here.
         token_at: the time of each event that carried tokens.
         kv: the last `baton_kv` object in the stream.
         done: whether the stream ended with [DONE].

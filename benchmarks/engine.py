@@ -210,7 +210,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--attention-backend", default="auto")
     add("--quantization", choices=["fp8"])
     add("--tp", type=int, default=1, help="number of ranks")
-    add("--ep", type=int, default=1, help="groups of ranks that split the experts")
+    add("--ep", type=int, default=1, help="parts into which the experts are divided")
     add("--enforce-eager", action="store_true")
     return parser.parse_args(argv)
 
@@ -267,7 +267,8 @@ def _block_tables(
 
     Args:
         num_tokens: length up to which each sequence has blocks.
-        num_computed: tokens of each sequence with KV before the first measured step.
+        num_computed: tokens of each sequence that have KV before the first measured
+            step.
 
     Raises:
         SystemExit: the pool has too few blocks.
@@ -280,7 +281,8 @@ def _block_tables(
     if num_needed >= layout.num_blocks:
         raise SystemExit(
             f"{num_seqs} sequences of {num_tokens} tokens need {num_needed} KV blocks; "
-            f"the pool has {layout.num_blocks - 1}. Lower --batch or --context."
+            f"the pool has {layout.num_blocks - 1}. Lower --batch, --context, "
+            "--prompt, --chunk or --behind."
         )
     shuffled = 1 + np.random.default_rng(0).permutation(layout.num_blocks - 1)
     width = -(-num_tokens // layout.block_size) * groups.count

@@ -2,15 +2,15 @@
 
     python -m benchmarks.evaluate --url http://127.0.0.1:8000 --tasks piqa --limit 40
 
-The tasks are those in the folders of --include and lm_eval's own tasks, which download
+--tasks names tasks in the folders of --include, or lm_eval's own tasks, which download
 their data. The `hf` backend loads --model in float32 on this machine. --reference none
 skips the `hf` backend. --save stores the answers of `hf` for a later --reference.
 
 Documents are compared one by one. Texts must be equal. Loglikelihoods must be equal
 within --tolerance, and both sides must agree on whether greedy decoding would produce
 the text. For an endpoint with a quantised model, --accuracy compares only the scores.
-The program prints a table and one JSON line. Its exit status is 1 if a document
-differs.
+The program prints a table and one JSON line. Its exit status is 1 if answers differ, or
+with --accuracy if scores do.
 """
 
 import argparse
@@ -76,8 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--save",
         type=Path,
-        help="file for the answers of hf. With `--reference none`, it gets the answers "
-        "of the endpoint",
+        help="file for the answers of hf or, with `--reference none`, of the endpoint; "
+        "not written if --reference is a file",
     )
     add(
         "--tolerance",
@@ -111,8 +111,9 @@ class Runner:
 
         self._options = options
         self._model = model
-        # The backends have different defaults for adding a first token (BOS), so it is
-        # always set. A chat template writes this token itself.
+        # The backends have different defaults for adding a first token (BOS), so the
+        # argument add_bos_token is always set. A chat template writes this token
+        # itself.
         self._adds_bos = not options.chat and adds_bos(model)
         self._names = [
             name.strip() for name in options.tasks.split(",") if name.strip()
@@ -144,7 +145,7 @@ class Runner:
         return self._run("hf", arguments)
 
     def endpoint(self, served_model: str) -> dict[str, TaskAnswers]:
-        """Return the answers of the endpoint's completions, or with --chat of chats."""
+        """Return the answers of the endpoint. With --chat, use its chat completions."""
         options = self._options
         path = "chat/completions" if options.chat else "completions"
         arguments = {
@@ -258,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the evaluation.
 
     Returns:
-        The exit status: 0 if no document differs from the reference, 1 if one differs,
-        2 after an error.
+        The exit status: 0 if nothing differs from the reference, 1 if answers (with
+        --accuracy: scores) differ, 2 after an error.
     """
     options = make_parser().parse_args(argv)
     options.url = options.url.rstrip("/").removesuffix("/v1")

@@ -92,7 +92,7 @@ def azure(path: Path, load: float, max_requests: int) -> Workload:
     return requests, _no_follow_up
 
 
-# -- mixes: `load` is a factor of each mix's rate (`open`: the rate itself)
+# -- mixes: each docstring says what `load` multiplies
 
 
 class _RequestMaker:
@@ -218,7 +218,8 @@ def documents(load: float, _max_requests: int) -> Workload:
     """32 short requests generate while long prompts arrive, for 25 s.
 
     2 x `load` prompts of 8,192 tokens arrive per second. A short request that finishes
-    within the 25 s is followed by a new short request.
+    within the 25 s is followed by a new short request. The number of requests is not
+    limited.
     """
     rng = random.Random(1)
     maker = _RequestMaker()

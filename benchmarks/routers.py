@@ -1,8 +1,8 @@
 """The routers of benchmarks.routing: the proxy's placement, and an ideal one.
 
-The proxy's placement estimates loads from the requests that it sent to each server, and
-from the times of their answers. The ideal router reads the state of the simulated
-servers.
+The proxy's placement estimates loads from the requests that it sent to each server, the
+times of their answers, and health reports. The ideal router reads the state of the
+simulated servers.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from proxy.placement.prefix_index import Depths
 from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import USUAL_STEP_S, ServerLoad
 
-POLL_S = 1.0  # between two health checks
+POLL_S = 1.0  # seconds between two health reports of a server
 # The ideal router estimates that this many streams double the time of a step.
 _DOUBLING_STREAMS = 96
 

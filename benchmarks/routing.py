@@ -115,7 +115,7 @@ def simulate(
     follow_up: FollowUp,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the figures of one policy.
+    """Simulate one policy, and return its figures.
 
     Args:
         shape: numbers of servers, such as "2P2D" or "4D".
@@ -126,7 +126,8 @@ def simulate(
     step_s = args.itl_target_s
     times = EngineTimes()
     # Only decode servers of a fleet with prefill servers have a target time between
-    # tokens. Prefill servers have no streams. Without them, throughput matters more.
+    # tokens. Prefill servers have no streams. In a fleet without prefill servers,
+    # throughput matters more.
     engines = [
         Engine(
             index,
@@ -161,8 +162,13 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--trace", type=Path, help="JSON lines of Mooncake, or CSV of Azure")
     add("--mix", choices=MIXES, help="a synthetic load")
     add("--shapes", default="2P2D", help="such as 4D,2P2D,1P3D")
-    add("--load", default="1.0", help="factors of the arrival rate, such as 1.0,1.5")
-    add("--requests", type=int, default=4000, help="maximum number of requests")
+    add("--load", default="1.0", help="factors of the load, such as 1.0,1.5")
+    add(
+        "--requests",
+        type=int,
+        default=4000,
+        help="maximum number of requests; not used by the mix `documents`",
+    )
     add("--policies", default=",".join(POLICIES))
     add(
         "--ttft-s",

@@ -3,14 +3,15 @@
     python -m benchmarks.serve --url http://127.0.0.1:8000
 
 With --rate, requests arrive by a Poisson process, independently of how fast the
-endpoint answers (open loop). Every latency then counts from the moment at which the
-request was due. Without --rate, --concurrency requests are in flight at any time
-(closed loop).
+endpoint answers (open loop). A request's time to first token and total time then count
+from the moment at which the request was due. Without --rate, --concurrency requests are
+in flight at any time (closed loop).
 
 Prompts are random and seeded. Outputs are forced to their full length with ignore_eos.
 A request counts for goodput if its time to first token and its mean time between tokens
 are within the limits of --slo-ttft-ms and --slo-itl-ms. Progress goes to standard
-error. The last line of output is one JSON document, which --save also writes to a file.
+error. The last line of output is one JSON document, which is also written to the file
+of --save.
 """
 
 import argparse
@@ -159,12 +160,16 @@ def _positive(text: str) -> int:
 def complete_options(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    """Set options that follow from others; exit with a message if options conflict."""
+    """Set the options that depend on others, and create the file of --save.
+
+    Exits with a message if an option is invalid or options conflict.
+    """
     options.url = options.url.rstrip("/").removesuffix("/v1")
     url = urlsplit(options.url)
     if url.scheme not in ("http", "https") or url.path:
         parser.error(
-            f"--url {options.url} is not the URL of a server; write http://host:port"
+            f"--url {options.url} is not the URL of a server; write http://host:port "
+            "or https://host:port"
         )
     if options.save is not None:
         try:
@@ -276,7 +281,12 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 0 if every request succeeded."""
+    """Run the benchmark.
+
+    Returns:
+        The exit status: 0 if every request succeeded, 1 if one failed, 2 after an
+        error.
+    """
     parser = make_parser()
     options = parser.parse_args(argv)
     complete_options(parser, options)

@@ -148,7 +148,7 @@ class Engine:
         self._cache.add(0, hashes)
 
     def queued_s(self) -> float:
-        """Return the time that the waiting prompts will take."""
+        """Return an estimate of the time that the waiting prompts will take."""
         num_tokens = sum(request.uncomputed_tokens for request in self.waiting)
         seconds = num_tokens * INITIAL_TOKEN_S
         if not self.streams or self.target_s is None:
@@ -169,9 +169,8 @@ class Engine:
     def admit(self, request: Request) -> None:
         """Queue a prompt in the order of engine.core.waiting.
 
-        A short prompt is placed before long prompts, even before a long prompt of which
-        earlier steps have computed a part. Cached blocks are looked up again when the
-        prompt's turn comes.
+        A short prompt is placed before long prompts, even before a long prompt that is
+        partly computed. Cached blocks are looked up again when the prompt's turn comes.
         """
         request.uncomputed_tokens = self._uncached_tokens(request)
         position = len(self.waiting)
@@ -353,7 +352,8 @@ class Fleet:
         self.prefills = [engine for engine in engines if engine.is_prefill]
         self.decodes = [engine for engine in engines if not engine.is_prefill]
         self.requests: list[Request] = []
-        self._event_numbers = itertools.count()  # keep events of one time in order
+        # Events at the same time happen in the order in which they were scheduled.
+        self._event_numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self, requests: Sequence[Request]) -> None:

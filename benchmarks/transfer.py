@@ -2,8 +2,8 @@
 
     python -m benchmarks.transfer --device cpu|cuda
 
-There is one row for each pair of layouts and geometries. The prefill server P is one
-process; the decode server D has one process per rank. Pulls go through the servers' own
+A row shows one case: layouts and geometries of a prefill server P and a decode server
+D. P is one process; D has one process per rank. Pulls go through the servers' own
 coordinator, workers and side channel. A pull is timed from the call of `pull` until P
 has answered COMPLETE (the fence). A pull either copies from P's mapped memory or uses
 NIXL (`--paths mapped,nixl`).
@@ -51,7 +51,7 @@ from protocol.handshake import EngineMetadata
 DEFAULT_ORDER = "BHLCND"
 # KV layouts of P and of D that differ.
 MIXED_ORDERS = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
-# TP size and block size of P and of D.
+# (TP size, block size) of P, then of D.
 GEOMETRIES = {
     "same": ((1, 64), (1, 64)),
     "TP 1->2": ((1, 64), (2, 64)),
@@ -69,7 +69,7 @@ class Row:
     Attributes:
         path: how the KV was moved: the path of the pull, or "bare NIXL".
         bytes: bytes that one pull moves.
-        milliseconds: median of all pulls.
+        milliseconds: median of all pulls; `best_ms` is the shortest.
         of_copy: the pulls' rate divided by the plain copy's rate.
         of_bare: the pulls' rate divided by the rate of bare NIXL with the same reads;
             None if bare NIXL was not measured.
@@ -273,8 +273,8 @@ class Bench:
     def _measure_short_pulls(self, name: str, path: str) -> list[Row]:
         """Measure short pulls twice.
 
-        First D holds the lease before the pull begins, then only the pull itself holds
-        it.
+        The first time, D begins to renew the lease before the pull begins. The second
+        time, it begins with the pull.
         """
         case = _case("same", "same")
         with self._open_pair(case, self._setup(path)) as (decode, _):
@@ -398,10 +398,10 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--layers", type=int, help="default: 32; 16 on the CPU")
+    add("--layers", type=int, help="default: 32, on the CPU 16")
     add("--heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
-    add("--tokens", type=int, help="a multiple of 64; default: 8192; 2048 on the CPU")
+    add("--tokens", type=int, help="a multiple of 64; default: 8192, on the CPU 2048")
     add("--staging-bytes", type=int, default=512 << 20)
     add("--repeat", type=int, default=5, help="timed pulls of each case")
     add(

@@ -112,7 +112,7 @@ class Setup(NamedTuple):
     """How the ranks of the decode server D pull.
 
     Attributes:
-        devices: devices of D's ranks; rank r has device r modulo their number.
+        devices: devices of D's ranks; rank r has devices[r % len(devices)].
         mapped: whether pulls copy from mapped memory; if not, they use NIXL.
         staging_bytes: staging memory of each rank, for NIXL.
         verify: a value of the servers' option --kv-verify.
@@ -311,9 +311,9 @@ class Decode:
         side: the geometry of D.
 
     Attributes:
-        holds_before_pull: whether D holds the lease before the pull begins. If False,
-            the pull itself holds the lease. A decode server holds a lease before the
-            pull if it does not know P yet, or if the request waits for blocks.
+        holds_before_pull: whether D begins to renew the lease before the pull begins.
+            If False, D does so with the pull. A decode server does so before the pull
+            if there was no handshake with P yet, or if the request waits for blocks.
     """
 
     holds_before_pull = True
@@ -402,7 +402,9 @@ class Decode:
                     if isinstance(event, PeerDecided | PullFailed) and event.error:
                         raise event.error
                     return event
-        raise RuntimeError(f"the coordinator of D had no event in {_EVENT_TIMEOUT_S} s")
+        raise RuntimeError(
+            f"the coordinator of D reported no event within {_EVENT_TIMEOUT_S:g} s"
+        )
 
     def close(self) -> None:
         self._first_rank.close()

@@ -80,7 +80,7 @@ class CoreGrammars:
                 state = choice.sampling.grammar
                 if state is not None and not state.is_busy:
                     threads = self._slow if state.is_slow else self._quick
-                    state.begin(choice.token_ids, choice.first_output, threads)
+                    state.begin_mask(choice.token_ids, choice.first_output, threads)
 
     def wait_for_masks(
         self, scheduled: Sequenceable[Scheduled], *, wait_for_all: bool = False

@@ -317,7 +317,7 @@ class Sequence:
         )
         grammar = self.sampling.grammar
         if grammar is not None and (is_full or not grammar.is_slow):
-            if grammar.follow(self.token_ids, self.first_output) is COMPLETE:
+            if grammar.consume(self.token_ids, self.first_output) is COMPLETE:
                 return "stop"
         if self.request.max_tokens == 0:
             return "length" if self.num_computed >= self.num_prompt_tokens else None

@@ -144,8 +144,8 @@ class GrammarState:
 
     Attributes:
         ending: how the sequence ends; None while it may continue.
-        row: int32 [W], the mask of the next token, once the work of `begin` is done.
-            W is the grammar's `num_words`.
+        row: int32 [W], the mask of the next token, once the work that `begin_mask`
+            started is done. W is the grammar's `num_words`.
         work: the latest work on this state in another thread.
     """
 
@@ -158,8 +158,8 @@ class GrammarState:
         self._grammar = grammar
         self._initial_matcher = grammar.matcher
         self._matcher = self._copy_initial_matcher()
-        # The arguments of the latest call of `follow` or `begin`: the sequence's tokens
-        # and the position of the first output among them.
+        # The arguments of the latest call of `consume` or `begin_mask`: the sequence's
+        # tokens, and the position of the first output among them.
         self._token_ids: Sequence[int] = ()
         self._first_output = 0
         # All copies of a matcher share one lexer, which has a limited number of states.
@@ -186,11 +186,11 @@ class GrammarState:
         """Whether the grammar's masks are too slow for a step to wait for them.
 
         If so, another thread also consumes the outputs, so that the engine core need
-        not wait for `follow`.
+        not wait for `consume`.
         """
         return self._grammar.mask_s > _SLOW_MASK_S
 
-    def follow(self, token_ids: Sequence[int], first_output: int) -> Ending | None:
+    def consume(self, token_ids: Sequence[int], first_output: int) -> Ending | None:
         """Consume the sequence's new outputs.
 
         Do not call this if one of these outputs has ended the sequence.
@@ -202,10 +202,10 @@ class GrammarState:
         Returns:
             `ending`: how the sequence ends after the outputs; None if it may continue.
         """
-        self._advance(self._new_outputs(token_ids, first_output), fill=False)
+        self._advance(self._update_outputs(token_ids, first_output), fill=False)
         return self.ending
 
-    def begin(
+    def begin_mask(
         self, token_ids: Sequence[int], first_output: int, threads: ThreadPoolExecutor
     ) -> None:
         """Start to consume the outputs and compute `row` in another thread.
@@ -213,7 +213,7 @@ class GrammarState:
         Does nothing if the row is up to date. If no token can be sampled, the thread
         sets `ending`, and `row` then allows every token.
         """
-        outputs = self._new_outputs(token_ids, first_output)
+        outputs = self._update_outputs(token_ids, first_output)
         if outputs or self._num_outputs_at_fill != self._num_consumed:
             self.work = threads.submit(self._advance, outputs, fill=True)
 
@@ -226,8 +226,8 @@ class GrammarState:
             return None
         return self._initial_matcher.deep_copy()
 
-    def _new_outputs(self, token_ids: Sequence[int], first_output: int) -> list[int]:
-        """Return the outputs that are not consumed yet.
+    def _update_outputs(self, token_ids: Sequence[int], first_output: int) -> list[int]:
+        """Store the arguments, and return the outputs that are not consumed yet.
 
         If the sequence has fewer outputs than were consumed, the state is reset to the
         grammar's beginning.

@@ -85,7 +85,7 @@ def test_masks_equal_a_search_over_the_vocabulary(
         state = compiler.state(request(kind, text))
         outputs = [5, 6]
         output = ""
-        while state.follow(outputs, 2) is None:
+        while state.consume(outputs, 2) is None:
             actual = allowed(compiler, state)
             expected = {i for i, more in texts.items() if may_continue(output + more)}
             if len({texts[i][0] for i in expected}) > 1:
@@ -112,7 +112,7 @@ def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
             replace(request("any", ""), sampling=SamplingParams(grammar=grammar))
         )
         for drawn in (outputs, (), outputs):  # the second call undoes all outputs
-            assert state.follow([5, 6, *drawn], 2) is None
+            assert state.consume([5, 6, *drawn], 2) is None
             actual = allowed(compiler, state)
         return actual if state.ending is None else None
 
@@ -134,7 +134,9 @@ def test_number_of_blanks_is_limited(compiler, tokenizer):
     (blank,) = tokenizer.encode(" ")
     outputs = tokenizer.encode("{")
     while (
-        blank in allowed(compiler, state) if state.follow(outputs, 0) is None else False
+        blank in allowed(compiler, state)
+        if state.consume(outputs, 0) is None
+        else False
     ):
         outputs.append(blank)
         assert len(outputs) < 100
@@ -168,7 +170,7 @@ def test_allowed_tokens_and_endings(
     """`expected` is the ending, or the tokens that may follow. $ is the end token."""
     stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
     state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))
-    state.follow(tokenizer.encode(output), 0)
+    state.consume(tokenizer.encode(output), 0)
     actual = allowed(compiler, state)
     if isinstance(expected, str):
         assert state.ending is None
@@ -191,11 +193,11 @@ def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
     steps, at_once, taken_back = (compiler.state(json_request) for _ in range(3))
     for end in range(2, len(outputs) + 1):
-        steps.follow(outputs[:end], 2)
-    at_once.follow(outputs, 2)
-    taken_back.follow([5, 6, *tokenizer.encode(first)], 2)
-    taken_back.follow([5, 6], 2)
-    taken_back.follow(outputs, 2)
+        steps.consume(outputs[:end], 2)
+    at_once.consume(outputs, 2)
+    taken_back.consume([5, 6, *tokenizer.encode(first)], 2)
+    taken_back.consume([5, 6], 2)
+    taken_back.consume(outputs, 2)
     masks = [allowed(compiler, state) for state in (steps, at_once, taken_back)]
     assert masks[0] == masks[1] == masks[2] != set()
 
@@ -215,7 +217,7 @@ def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
             for state, drawn in zip(states, outputs, strict=True):
                 assert {a, b} <= allowed(compiler, state), state.ending
                 drawn.append(rng.choice((a, b)))
-                assert state.follow([5, *drawn], 1) is None
+                assert state.consume([5, *drawn], 1) is None
 
 
 def test_grammar_is_compiled_once_on_another_thread():
@@ -226,8 +228,8 @@ def test_grammar_is_compiled_once_on_another_thread():
     assert called.wait(30)
     assert compiler.compiled(grammar).done()
     first, second = (compiler.state(request("regex", "[ab]+")) for _ in range(2))
-    first.follow([5], 0)
-    assert first.ending is not None and second.follow([], 0) is None
+    first.consume([5], 0)
+    assert first.ending is not None and second.consume([], 0) is None
     compiler.close()
 
 
@@ -313,5 +315,5 @@ def test_grammar_begins_after_the_reasoning_and_allows_calls(
             assert is_complete is None
             return
         outputs.append(token_id)
-        ending = state.follow(outputs, 0)
+        ending = state.consume(outputs, 0)
     assert (ending is COMPLETE) == is_complete and is_complete is not None

@@ -444,7 +444,7 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
         if token_id not in allowed(compiler, state):
             break
         outputs.append(token_id)
-        ending = state.follow(outputs, 0)
+        ending = state.consume(outputs, 0)
     is_written = outputs == harmony.encode(text)
     assert (ending is COMPLETE if is_written else None) == _IS_COMPLETE[text]
     compiler.close()

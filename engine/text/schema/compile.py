@@ -1,7 +1,7 @@
 """Turns JSON schemas into grammars of the library llguidance.
 
-In engine/text/schema/, "exact" numbers are those that need rules of their own, because
-llguidance would round them (exact.py).
+In engine/text/schema/, "exact" rules are the grammar rules for numbers that llguidance
+would round (exact.py).
 """
 
 import json
@@ -38,7 +38,7 @@ def schema_grammar(text: str) -> str:
             keyword by its path.
     """
     checked = CheckedSchema(text)
-    if id(checked.document) in checked.exact:
+    if id(checked.document) in checked.needs_exact_rules:
         return LLMatcher.grammar_from_lark(exact_lark(checked))
     written = llguidance_json(checked, checked.document)
     return LLMatcher.grammar_from_json_schema(written, _JSON_OPTIONS)
@@ -67,7 +67,7 @@ def calls_grammar(text: str) -> str:
         begin = f'{{"name": {json.dumps(name)}, "parameters": '
         try:
             checked = CheckedSchema(bytes(schema).decode())
-            if id(checked.document) in checked.exact:
+            if id(checked.document) in checked.needs_exact_rules:
                 rule = f"@parameters_{index}"
                 grammars.append({"name": rule[1:], "lark_grammar": exact_lark(checked)})
             else:
@@ -104,7 +104,7 @@ def with_checked_schemas(lark: str) -> str:
                 "object there"
             ) from None
         checked = CheckedSchema(lark[token.end() : end])
-        if id(checked.document) in checked.exact:
+        if id(checked.document) in checked.needs_exact_rules:
             raise GrammarError(
                 "a schema after `%json` has numbers beyond 2**53 or of more than 17 "
                 "digits, which cannot be enforced exactly in a grammar; send the "

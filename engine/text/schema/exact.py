@@ -124,14 +124,14 @@ class _ExactGrammar(ContainerRules):
         self.lines.append(f"{name}: {body}")
         return name
 
-    def needs_exact(self, schema: Any) -> bool:
+    def needs_exact_rules(self, schema: Any) -> bool:
         """Whether a schema, or one within it, has numbers that llguidance rounds."""
         if not isinstance(schema, dict):
             return False
         if id(schema) in self._checked.paths:
-            return id(schema) in self._checked.exact
+            return id(schema) in self._checked.needs_exact_rules
         return llguidance_rounds_keywords(schema) or any(
-            self.needs_exact(each) for _, each in children(schema)
+            self.needs_exact_rules(each) for _, each in children(schema)
         )
 
     @property
@@ -161,7 +161,7 @@ class _ExactGrammar(ContainerRules):
 
     def _body(self, schema: Any, path: str) -> str | None:
         """Return the right side of the rule for a schema; None if no value matches."""
-        if not self.needs_exact(schema):
+        if not self.needs_exact_rules(schema):
             return self._leaf(schema, path)
         base, unions = flatten(self._checked, schema, path)
         if unions:
@@ -259,9 +259,9 @@ class _ExactGrammar(ContainerRules):
             if name in _NUMERIC and llguidance_rounds_keywords(numeric):
                 if name == "number" or "number" not in types:
                     parts.append(self._number(numeric, name == "integer", path))
-            elif name == "object" and self.needs_exact(type_schema):
+            elif name == "object" and self.needs_exact_rules(type_schema):
                 parts.append(self.object_rule(type_schema, path))
-            elif name == "array" and self.needs_exact(type_schema):
+            elif name == "array" and self.needs_exact_rules(type_schema):
                 parts.append(self.array_rule(type_schema, path))
             else:
                 llguidance_schema["type"].append(name)

@@ -123,8 +123,8 @@ class CheckedSchema:
             Decimal, and exclusive bounds are numbers in every draft.
         draft: the draft of JSON Schema: 4, 6, 7, 2019 or 2020.
         paths: the paths of all schemas in the document, by id().
-        exact: the id() of each schema that has numbers which llguidance would round,
-            or that contains or refers to such a schema.
+        needs_exact_rules: the id() of each schema that has numbers which llguidance
+            would round, or that contains or refers to such a schema.
     """
 
     def __init__(self, text: str) -> None:
@@ -133,7 +133,7 @@ class CheckedSchema:
         dialect = dialect.rstrip("#") if isinstance(dialect, str) else ""
         self.draft = _DRAFTS.get(dialect, _DEFAULT_DRAFT)
         self.paths: dict[int, str] = {}
-        self.exact: set[int] = set()
+        self.needs_exact_rules: set[int] = set()
         self._references = References(self.document, "id" if self.draft == 4 else "$id")
         # The schemas to which `$ref` refers, by the id() of the schema with the `$ref`.
         self._targets: dict[int, Any] = {}
@@ -143,7 +143,7 @@ class CheckedSchema:
         self._schemas: list[Schema] = []
         self._walk()
         self._check_loops()
-        self._spread_exact()
+        self._spread_to_parents()
         self._check_multiples()
         self._check_one_of()
 
@@ -175,7 +175,7 @@ class CheckedSchema:
             resource = self._references.resource_of(schema, resource)
             self._check_keywords(schema, path)
             if llguidance_rounds_keywords(schema):
-                self.exact.add(id(schema))
+                self.needs_exact_rules.add(id(schema))
             parts = [
                 (keyword_path(path, key), each, resource)
                 for key, each in children(schema)
@@ -279,13 +279,13 @@ class CheckedSchema:
             for neutral in _NO_RESTRICTION.get(keyword, ())
         )
 
-    def _spread_exact(self) -> None:
-        """Add to `exact` the schemas that contain or refer to a schema in `exact`."""
-        waiting = list(self.exact)
+    def _spread_to_parents(self) -> None:
+        """Add to `needs_exact_rules` the schemas that contain or refer to one in it."""
+        waiting = list(self.needs_exact_rules)
         while waiting:
             for parent in self._parents.get(waiting.pop(), ()):
-                if parent not in self.exact:
-                    self.exact.add(parent)
+                if parent not in self.needs_exact_rules:
+                    self.needs_exact_rules.add(parent)
                     waiting.append(parent)
 
     def _check_multiples(self) -> None:

@@ -86,13 +86,13 @@ def _expected(
     tokens = list(prompt)
     start = len(prompt)
     while len(tokens) - start < limit:
-        state.follow(tokens, start)
+        state.consume(tokens, start)
         state._advance([], fill=True)
         if state.ending is not None:
             return tokens[start:], "error" if state.ending.error else None
         banned = stop if len(tokens) - start < min_tokens else ()
         tokens.append(_masked(allowed(next_token(tokens, choice), banned), state.row))
-        if tokens[-1] in stop or state.follow(tokens, start) is COMPLETE:
+        if tokens[-1] in stop or state.consume(tokens, start) is COMPLETE:
             break
     return tokens[start:], None
 

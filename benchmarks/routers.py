@@ -61,7 +61,7 @@ class ProxyRouter:
         # Each list starts with the least recently chosen server.
         self._prefills = list(fleet.prefills)
         self._decodes = list(fleet.decodes)
-        self._legs: dict[int, _Legs] = {}  # by the id of the request
+        self._legs: dict[int, _Legs] = {}  # by the id() of the request
         self._polled_at = 0.0
         self._reservation: Assignment | None = None
 

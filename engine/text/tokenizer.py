@@ -393,7 +393,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     tokenizer: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Add the tokens that only tokenizer_config.json has, as transformers does."""
+    """Add the tokens of `config` that tokenizer.json lacks, as transformers does."""
     listed = sorted(
         config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
     )

@@ -13,7 +13,7 @@ from typing import TypeVar
 from protocol.openai.tools import ToolCallPiece, call_id
 
 BLANKS = " \t\r\n"
-MAX_HEAD_CHARS = 512  # the most between the start of a call and its arguments
+MAX_HEAD_CHARS = 512  # the longest head of a call: the text before the arguments
 # Matches one character, and the text after it up to white space or a character with
 # which a tag may begin.
 _PLAIN_TEXT = re.compile(rf".[^<\[{BLANKS}]*", re.DOTALL)

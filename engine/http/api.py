@@ -102,7 +102,7 @@ class ServerHooks:
         """
         return ()
 
-    def finish(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
+    def response_members(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
         """Return the members that the leg adds to the JSON response.
 
         Args:

@@ -267,7 +267,7 @@ class _Pages:
         # that exceeds the context is not refused if it has at most LONG_CHARS
         # characters.
         (ids,) = await api.texts.tokenize(
-            parsed.as_generation(), num_bytes, length, always_tokenized=LONG_CHARS
+            parsed.as_generation(), num_bytes, length, unchecked_chars=LONG_CHARS
         )
 
         def encode_answer() -> bytes:

@@ -98,7 +98,7 @@ class HttpRequestState:
         self.migrated_kv: dict[str, Any] | None = None
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._num_open_choices == 0
 
     async def respond(self, receive: Receive) -> Response:
@@ -152,7 +152,7 @@ class HttpRequestState:
                     merged[piece.index].extend(piece)
                 else:
                     merged[piece.index] = piece
-            if self.done:
+            if self.is_done:
                 break
             pieces = await self.next_pieces()
         choices = self._best_candidates(merged)
@@ -198,7 +198,7 @@ class HttpRequestState:
     async def next_pieces(self) -> list[ChoicePiece]:
         """Wait for pieces, and return those that have arrived since the last call.
 
-        The result is empty only if the request is `done` or has migrated. A migration
+        The result is empty only if the request is done or has migrated. A migration
         sets `migrated_kv`. New tokens are counted in the request's stats, and added to
         the response's next frame.
 
@@ -223,7 +223,7 @@ class HttpRequestState:
                 if piece.token_ids:
                     self.stats.add_tokens(len(piece.token_ids))
                 self.framing.add_delta(piece.index, delta)
-            if pieces or self.done:
+            if pieces or self.is_done:
                 return pieces
 
     async def _replay(self, resumed: Resume) -> list[ChoicePiece]:
@@ -294,7 +294,7 @@ class HttpRequestState:
         If `pieces` end the request, the events end in [DONE], and this function records
         the request as finished.
         """
-        last = len(pieces) - 1 if self.done else -1
+        last = len(pieces) - 1 if self.is_done else -1
         shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
         parts: list[bytes] = []
         usage_so_far = self._usage() if self._parsed.continuous_usage else None
@@ -323,11 +323,11 @@ class HttpRequestState:
         """Record the request as finished.
 
         Returns:
-            The usage, and the members that `ServerHooks.finish` adds to the response.
+            The usage, and the members that the hooks add to the response.
         """
         usage = self._usage()
         last_deltas = self._last_deltas()
-        extra = self._hooks.finish(last_deltas)
+        extra = self._hooks.response_members(last_deltas)
         times = last_deltas[0].times if last_deltas else None
         self.stats.mark_finished(usage, finish_reason or "stop", times)
         return usage, extra
@@ -420,7 +420,7 @@ class EventStream(Response):
                 if self._call.migrated_kv is not None:
                     await self._send_migration(scope, send, self._call.migrated_kv)
         except BaseException as error:
-            self._call.stats.close(error)
+            self._call.stats.mark_failed(error)
             if not isinstance(error, ClientDisconnected):
                 raise
         finally:
@@ -442,8 +442,8 @@ class EventStream(Response):
                     data = first_frame + framing.wrap(data)
                     first_frame = b""
                 if data:
-                    await _send_body(send, data, more=not call.done)
-                if call.done or call.migrated_kv is not None:
+                    await _send_body(send, data, more=not call.is_done)
+                if call.is_done or call.migrated_kv is not None:
                     return
                 pieces = await call.next_pieces()
         except BatonError as error:
@@ -451,7 +451,7 @@ class EventStream(Response):
         except Exception:
             log.exception("A stream failed and ends with an error event.")
             failure = InternalError("The server failed while it was answering.")
-        call.stats.close(failure)
+        call.stats.mark_failed(failure)
         event = framing.wrap_error(failure, call.writer.error(failure))
         await _send_body(send, event, more=False)
 

@@ -411,7 +411,7 @@ class ChoiceStream:
         is_head_text = bool(tag) or reasoning.is_in_head
         may_think = reasoning.may_think
         # Stop strings are searched for only after min_tokens, and never in the head of
-        # a harmony message, which the client does not see.
+        # a harmony message, because the client does not see the head.
         if self.num_tokens > self._request.min_tokens and not reasoning.is_in_head:
             text, self.hit_stop_string = self._stops.push(text)
         self._add_text(piece, *reasoning.feed(text))

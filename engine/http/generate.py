@@ -67,12 +67,12 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         error = as_baton_error(raised)
         if call is None:
             _release_referenced_kv(api, members)
-        stats.close(error)
+        stats.mark_failed(error)
         return error_response(error)
     except BaseException as error:
         if call is None:  # the client disconnected before the engine had the request
             _release_referenced_kv(api, members)
-        stats.close(error)
+        stats.mark_failed(error)
         raise
 
 

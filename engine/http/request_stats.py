@@ -160,8 +160,8 @@ class RequestStats:
         """Record that the request continues at another server."""
         self._end("moved", "migrated to another server")
 
-    def close(self, error: BaseException) -> None:
-        """Record that `error` ended the request, unless its end is already recorded."""
+    def mark_failed(self, error: BaseException) -> None:
+        """Record that `error` ended the request. Has no effect after the end."""
         if isinstance(error, BatonError):
             outcome = "rejected" if isinstance(error, RequestError) else "error"
             # The message of an InvalidRequest quotes the client's text, which must not

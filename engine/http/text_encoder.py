@@ -94,7 +94,7 @@ class TextEncoder:
         check_num_chars(members, max_model_len, self._tokenizer.longest_token_chars)
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work` in a thread and return its result; see TextWorkers.run."""
+        """Run `work`, in a thread unless it is small; see TextWorkers.run."""
         return await self._workers.run(size, work)
 
     async def run_python(self, size: int, work: Callable[[], _T]) -> _T:
@@ -107,24 +107,24 @@ class TextEncoder:
         num_bytes: int,
         max_model_len: int,
         *,
-        always_tokenized: int = INLINE_CHARS,
+        unchecked_chars: int = INLINE_CHARS,
     ) -> list[list[int]]:
         """Return the token ids of each prompt, truncated if the request says so.
 
-        The ids of a prompt may be more than `max_model_len`: only long texts are
+        A prompt may have more than `max_model_len` ids, because only long texts are
         checked.
 
         Args:
             num_bytes: the size of the request's body.
-            always_tokenized: texts of at most this number of characters are tokenized
+            unchecked_chars: texts of at most this number of characters are tokenized
                 without a check of their length.
 
         Raises:
             InvalidRequest: the chat template refuses the messages.
-            ContextLengthExceeded: a text with more than `always_tokenized` characters
+            ContextLengthExceeded: a text with more than `unchecked_chars` characters
                 has far more than `max_model_len` tokens.
         """
-        limit = parsed.max_prompt_tokens(max_model_len)
+        limit = parsed.truncation_length(max_model_len)
         if (
             limit is not None
             and isinstance(parsed, ChatRequest)
@@ -133,7 +133,7 @@ class TextEncoder:
             ids = await self._without_oldest(parsed, num_bytes, max_model_len, limit)
             return [ids]
         return await self._tokenize(
-            parsed, num_bytes, max_model_len, always_tokenized, limit
+            parsed, num_bytes, max_model_len, unchecked_chars, limit
         )
 
     async def _without_oldest(
@@ -179,7 +179,7 @@ class TextEncoder:
         parsed: GenerationRequest,
         num_bytes: int,
         max_model_len: int,
-        always_tokenized: int,
+        unchecked_chars: int,
         limit: int | None = None,
     ) -> list[list[int]]:
         """Return the token ids of each prompt; see `tokenize`.
@@ -190,7 +190,7 @@ class TextEncoder:
         assert isinstance(parsed, ChatRequest | CompletionRequest)
         if isinstance(parsed, CompletionRequest) and not any(client_texts(parsed)):
             num_bytes = 0  # token ids need no rendering
-        max_chars = max(always_tokenized, _LIKELY_CHARS_PER_TOKEN * max_model_len)
+        max_chars = max(unchecked_chars, _LIKELY_CHARS_PER_TOKEN * max_model_len)
         encoder: Tokenizer | SpecialTokenSplitter = self._tokenizer
         if isinstance(parsed, ChatRequest) and self._splitter is not None:
             encoder = self._splitter
@@ -205,8 +205,8 @@ class TextEncoder:
             self._check_lengths(prompts, parsed.prompt_field, max_model_len, max_chars)
             return prompts
 
-        # Work above LONG_CHARS runs one at a time. That is needed if `render` truncates
-        # prompts, because it then tokenizes them. Rendering alone does not need it.
+        # Work with a size above LONG_CHARS runs one at a time. Only a `render` that
+        # truncates needs this: truncating tokenizes the prompts.
         size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes
         rendered = await self.run_python(size, render)
         num_chars = sum(len(p) for p in rendered if isinstance(p, str))

@@ -283,14 +283,16 @@ class ChatRequest(PromptFields, GenerationRequest):
             "reasoning_effort": None if effort == "none" else effort,
             "verbosity": self.verbosity,
         }
-        given = {name: value for name, value in variables.items() if value is not None}
+        set_variables = {
+            name: value for name, value in variables.items() if value is not None
+        }
         add_generation_prompt = self.add_generation_prompt
         if add_generation_prompt is None:
             add_generation_prompt = not self.continue_final_message
         return {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": self.continue_final_message,
-            "variables": {**given, **self.chat_template_kwargs},
+            "variables": {**set_variables, **self.chat_template_kwargs},
         }
 
     def without_prompt_fields(self) -> Self:

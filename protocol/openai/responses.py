@@ -126,7 +126,8 @@ class Usage(msgspec.Struct):
         """Returns the number of prompt tokens by the source of their KV.
 
         Args:
-            leg: Empty for this server, "prefill_" for the prefill leg.
+            leg: Empty for the numbers of this server, "prefill_" for those of the
+                prefill leg.
         """
         names = ("transferred", "recomputed", "skipped")
         return {name: getattr(self.kv, leg + name) for name in names}
@@ -178,7 +179,7 @@ class ResponseWriter:
         fingerprint: str | None = None,
     ) -> None:
         self._request = request
-        self._head = {
+        self._common_members = {
             "id": self.id_prefix + (request.request_id or response_id),
             "created": created,
             "model": request.model,
@@ -254,7 +255,7 @@ class ResponseWriter:
             extra: Additional members of the body.
         """
         choices = [self._with_extras(self.choice(piece), piece) for piece in pieces]
-        body = {**self._head, "object": self.full_object, "choices": choices}
+        body = {**self._common_members, "object": self.full_object, "choices": choices}
         return _encode({**body, "usage": usage.to_openai(), **extra})
 
     def _events(
@@ -276,7 +277,12 @@ class ResponseWriter:
     def _choices_event(
         self, choices: list[dict[str, Any]], tail: dict[str, Any]
     ) -> bytes:
-        body = {**self._head, "object": self.chunk_object, "choices": choices, **tail}
+        body = {
+            **self._common_members,
+            "object": self.chunk_object,
+            "choices": choices,
+            **tail,
+        }
         return sse.event(_encode(body))
 
     def _with_extras(

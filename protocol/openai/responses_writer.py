@@ -311,9 +311,9 @@ class ResponsesWriter(ResponseWriter):
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         choice = original.tool_choice
         return {
-            "id": self._head["id"],
+            "id": self._common_members["id"],
             "object": "response",
-            "created_at": self._head["created"],
+            "created_at": self._common_members["created"],
             "status": status,
             "background": False,
             "error": None,

@@ -317,7 +317,7 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
         """
         return False
 
-    def max_prompt_tokens(self, max_model_len: int) -> int | None:
+    def truncation_length(self, max_model_len: int) -> int | None:
         """Returns the length that prompts are truncated to, in tokens.
 
         Args:

@@ -121,7 +121,7 @@ class ResponseFormat(Strict):
             raise fault("type", "must be json_object if there is a `schema`.")
         return self
 
-    def guided_at(self, path: str, schema_path: str) -> GuidedDecoding | None:
+    def to_guided_decoding(self, path: str, schema_path: str) -> GuidedDecoding | None:
         """Returns the grammar of this format; None if the format is text.
 
         Args:
@@ -199,7 +199,7 @@ class StructuredFields(Strict):
         """
         grammars: list[GuidedDecoding | None] = []
         if self.response_format:
-            grammars.append(self.response_format.guided_at(*self.format_paths))
+            grammars.append(self.response_format.to_guided_decoding(*self.format_paths))
         if self.structured_outputs:
             grammars += _grammars_of(self.structured_outputs, "structured_outputs.")
         return only_one([*grammars, *_grammars_of(self)])

@@ -86,7 +86,7 @@ class KVHooks(ServerHooks):
             for add in adds
         ]
 
-    def finish(self, last_deltas: Any) -> dict[str, Any]:
+    def response_members(self, last_deltas: Any) -> dict[str, Any]:
         return {
             "kv_transfer_params": [delta.usage.transferred for delta in last_deltas]
         }

@@ -74,11 +74,13 @@ def test_one_prompt_answers_with_an_object_and_several_with_a_list():
         TokenDelta(request_id=r, kv_transfer_params={"lease_id": r}) for r in "ab"
     ]
     hooks = PrefillLeg()
-    assert hooks.finish(finals[:1]) == {"kv_transfer_params": {"lease_id": "a"}}
-    assert hooks.finish(finals) == {
+    assert hooks.response_members(finals[:1]) == {
+        "kv_transfer_params": {"lease_id": "a"}
+    }
+    assert hooks.response_members(finals) == {
         "kv_transfer_params": [{"lease_id": "a"}, {"lease_id": "b"}]
     }
-    assert hooks.finish([TokenDelta(request_id="c")]) == {}
+    assert hooks.response_members([TokenDelta(request_id="c")]) == {}
 
 
 def _prepare_leg(name: object) -> dict[str, Any]:

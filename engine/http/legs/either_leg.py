@@ -123,5 +123,5 @@ class EitherLeg(ServerHooks):
             *self._decode.release_messages(kv_transfer_params),
         ]
 
-    def finish(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-        return self._prefill.finish(last_deltas)
+    def response_members(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
+        return self._prefill.response_members(last_deltas)

@@ -129,7 +129,7 @@ class PrefillLeg(ServerHooks):
             for request_id in self._request_ids.pop(transfer_id or "", ())
         ]
 
-    def finish(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
+    def response_members(self, last_deltas: Sequence[TokenDelta]) -> dict[str, Any]:
         """Return the `kv_transfer_params` if the KV of every prompt is retained."""
         params = [delta.kv_transfer_params for delta in last_deltas]
         if any(param is None for param in params):

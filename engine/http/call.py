@@ -157,7 +157,7 @@ class HttpRequestState:
             pieces = await self.next_pieces()
         choices = self._best_candidates(merged)
         usage, extra = self._finish(choices[0].finish_reason)
-        write = partial(self.writer.full, choices, usage, extra)
+        write = partial(self.writer.complete_body, choices, usage, extra)
         num_tokens = sum(len(choice.logprobs or ()) for choice in choices)
         is_long = num_tokens * (1 + (self._parsed.num_logprobs or 0)) > INLINE_LOGPROBS
         body = await asyncio.to_thread(write) if is_long else write()
@@ -310,7 +310,7 @@ class HttpRequestState:
                 has_shown_tokens
                 or piece.is_first
                 or piece.finish_reason
-                or piece.has_text
+                or piece.has_content
             ):
                 if usage_so_far is not None:
                     # Report only the tokens up to this piece: more pieces may have

@@ -89,10 +89,10 @@ def _refuse(field: str, size: str, limit: int, max_model_len: int) -> None:
 
 
 def _num_further_items(item: Any) -> int:
-    """Return the number of content parts and tool calls in a message.
+    """Return how many content parts and tool calls a message has besides the first.
 
-    The first part and the first call are left out, because the caller already counts
-    the message itself as one item.
+    The first part and the first call do not count, because the caller counts the
+    message itself as one item.
     """
     if not isinstance(item, dict):
         return 0

@@ -77,13 +77,13 @@ def resume_requests(
     The requests also get the seed and the token limits with which the stream began.
 
     Raises:
-        ResumeRefused: the stream began with a different request, or this server could
-            generate different tokens than the server at which the stream began.
+        ResumeRefused: the stream began with a different request or model, or its tokens
+            do not fit this server's context or vocabulary.
     """
     origin = resumed.origin
     if origin.digest != _digest(api, endpoint, adds):
         raise ResumeRefused(
-            "the stream began with another prompt, model, version or dtype"
+            "the stream began with another prompt, parameter, model, version or dtype"
         )
     tokens, ended_indices = _sent_tokens(
         resumed, api.client.require_ready().vocab_size - 1

@@ -51,11 +51,11 @@ def add_tools(
     """
     template = tokenizer.chat_template
     if template is None or template.knows_tools:
-        return messages, tools.offered if tools.active else None
+        return messages, tools.offered if tools.is_active else None
     call = _LEARNED_CALLS.get(tool_syntax(option, template), _DEFAULT_CALL)
     if call == _DEFAULT_CALL or "tool_calls" not in template.source:
         messages = [_calls_as_text(message) for message in messages]
-    if not tools.active:
+    if not tools.is_active:
         return messages, None
     description = _describe(tools, call)
     if messages and messages[0]["role"] in ("system", "developer"):

@@ -1,6 +1,7 @@
 """Writes the JSON of responses, streamed and complete.
 
 The writer for /v1/responses is in responses_writer.py.
+
 For speed, responses are encoded by msgspec and not validated by pydantic.
 """
 
@@ -80,7 +81,7 @@ class ChoicePiece(msgspec.Struct):
     tool_calls: list[ToolCallPiece] = []
 
     @property
-    def has_text(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls)
 
     def extend(self, other: "ChoicePiece") -> None:
@@ -201,7 +202,7 @@ class ResponseWriter:
         """Splits a piece into the pieces that are sent as separate events."""
         return [piece]
 
-    def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
+    def prompt_members(self, piece: ChoicePiece) -> dict[str, Any]:
         """Returns the members about the prompt that an event has next to `choices`."""
         return {}
 
@@ -242,10 +243,10 @@ class ResponseWriter:
     def add_piece(self, piece: ChoicePiece) -> None:
         """Receives the next piece of a response that is not streamed.
 
-        A subclass overrides this method if its `full` needs each piece.
+        A subclass overrides this method if its `complete_body` needs each piece.
         """
 
-    def full(
+    def complete_body(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
         """Returns the complete response body. `add_piece` was called with every piece.
@@ -270,7 +271,9 @@ class ResponseWriter:
             choice = self._with_extras(self.delta(part), part)
             part_tail = last_tail if number == len(parts) else tail
             events.append(
-                self._choices_event([choice], {**self.about_prompt(part), **part_tail})
+                self._choices_event(
+                    [choice], {**self.prompt_members(part), **part_tail}
+                )
             )
         return b"".join(events)
 
@@ -328,7 +331,7 @@ class ChatWriter(ResponseWriter):
     has_prompt_ids_in_choices = False
     _is_prompt_written = False
 
-    def about_prompt(self, piece: ChoicePiece) -> dict[str, Any]:
+    def prompt_members(self, piece: ChoicePiece) -> dict[str, Any]:
         if piece.prompt_token_ids is None or self._is_prompt_written:
             return {}
         self._is_prompt_written = True
@@ -385,15 +388,15 @@ class ChatWriter(ResponseWriter):
             delta["tool_calls"] = [call.delta() for call in piece.tool_calls]
         return _choice_entry(piece, chat_logprobs, delta=delta)
 
-    def full(
+    def complete_body(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
-        members = self.about_prompt(pieces[0])
+        members = self.prompt_members(pieces[0])
         for piece in pieces:
             if piece.prompt_logprobs is not None:
                 members["prompt_logprobs"] = piece.prompt_logprobs
                 break
-        return super().full(pieces, usage, {**extra, **members})
+        return super().complete_body(pieces, usage, {**extra, **members})
 
 
 def completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class _Item:
     def num_logprobs(self) -> int:
         return len(self._logprobs)
 
-    def to_json(self, status: str) -> dict[str, Any]:
+    def output_entry(self, status: str) -> dict[str, Any]:
         """Returns the item as an entry of the response's `output`."""
         about: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.call is not None:
@@ -95,13 +95,13 @@ class _Item:
                 "arguments": self.text,
             }
             return {**about, **call}
-        content = [self.part()] if self.text or status != "in_progress" else []
+        content = [self.content_entry()] if self.text or status != "in_progress" else []
         extra: dict[str, Any] = {"summary": []}
         if self.kind == _MESSAGE:
             extra = {"role": "assistant"}
         return {**about, **extra, "content": content}
 
-    def part(self) -> dict[str, Any]:
+    def content_entry(self) -> dict[str, Any]:
         """Returns the text of the item as an entry of its `content`."""
         extra: dict[str, Any] = {}
         if self.kind == _MESSAGE:
@@ -181,11 +181,11 @@ class ResponsesWriter(ResponseWriter):
         return event + self._event("failed", response=failed)
 
     def add_piece(self, piece: ChoicePiece) -> None:
-        # The joined pieces that `full` receives have lost the order of their parts.
-        # Therefore each piece is written here; its events are dropped.
+        # The joined pieces that `complete_body` receives have lost the order of their
+        # parts. Therefore each piece is written here; its events are dropped.
         _ = [*self._write(piece)]
 
-    def full(
+    def complete_body(
         self, pieces: Sequence[ChoicePiece], usage: Usage, extra: dict[str, Any]
     ) -> bytes:
         status = _status(pieces[0])
@@ -221,10 +221,10 @@ class ResponsesWriter(ResponseWriter):
             yield self._event(
                 "output_item.added",
                 output_index=len(self._output),
-                item=item.to_json("in_progress"),
+                item=item.output_entry("in_progress"),
             )
             if kind != _CALL:
-                part = item.part()
+                part = item.content_entry()
                 yield self._event("content_part.added", **item.position, part=part)
         item = self._item
         item.text += text
@@ -291,9 +291,9 @@ class ResponsesWriter(ResponseWriter):
         members: dict[str, Any] = {text_name: item.text, **item.event_logprobs()}
         yield self._event(f"{item.text_kind}.done", **item.position, **members)
         if item.kind != _CALL:
-            part = item.part()
+            part = item.content_entry()
             yield self._event("content_part.done", **item.position, part=part)
-        item_json = item.to_json(status)
+        item_json = item.output_entry(status)
         index = len(self._output)
         yield self._event("output_item.done", output_index=index, item=item_json)
         self._output.append(item_json)

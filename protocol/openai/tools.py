@@ -94,7 +94,7 @@ class Tools:
     path: str = "function."
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the model sees the tools."""
         return self.mode != "none"
 

@@ -1,7 +1,8 @@
 """The length to which prompts are truncated. Proxies and servers compute the same
 length.
 
-If the length of the answer is unknown, a part of the context is reserved for it.
+If the client sets no limit on output tokens, a part of the context is reserved for the
+answer.
 """
 
 _MAX_RESERVED_TOKENS = 1024

@@ -46,7 +46,7 @@ def test_complete_response_repeats_the_request_and_has_the_reason_why_it_ended()
     writer = responses_writer(**request)
     piece = ChoicePiece(0, "ab", finish_reason="length")
     writer.add_piece(piece)
-    body = json.loads(writer.full([piece], USAGE, {"x": 1}))
+    body = json.loads(writer.complete_body([piece], USAGE, {"x": 1}))
     assert (body["status"], body["x"]) == ("incomplete", 1)
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert {name: body[name] for name in request} == request

@@ -40,7 +40,7 @@ _POLL_INTERVAL_S = 0.00005  # between two checks whether a step has ended
 # The duration of a step with at least this many tokens is proportional to their number.
 # The duration of a smaller step is mostly the time to read the weights.
 _PROPORTIONAL_TOKENS = 1024
-_LONG_STEP_S = 0.1  # no step is planned while a step of more than this is in flight
+_LONG_STEP_S = 0.1  # no step is planned while a step expected to take longer runs
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class InFlightStep:
     skipped: set[Sequence] = field(default_factory=set)
 
 
-class StepEvents(Protocol):
+class StepCallbacks(Protocol):
     """The calls from the step runner to the engine core."""
 
     def flush(self) -> None:
@@ -84,14 +84,14 @@ class StepRunner:
         executor: Executor,
         grammars: CoreGrammars,
         stats: CoreStats,
-        events: StepEvents,
+        core: StepCallbacks,
     ) -> None:
         self.in_flight: deque[InFlightStep] = deque()
         self._scheduler = scheduler
         self._executor = executor
         self._grammars = grammars
         self._stats = stats
-        self._events = events
+        self._core = core
         self._shape_book = ShapeBook()
         # Measured in the last step of at least _PROPORTIONAL_TOKENS tokens.
         self._seconds_per_token = 0.0
@@ -100,16 +100,16 @@ class StepRunner:
     def run(self, scheduled: list[Scheduled]) -> None:
         """Launches a step. If the launch fails, runs its sequences one at a time."""
         try:
-            self._launch_any(scheduled)
+            self._build_and_launch(scheduled)
         except StepFailed as error:
             self._retry_one_by_one(scheduled, error)
 
-    def _launch_any(self, scheduled: list[Scheduled]) -> None:
+    def _build_and_launch(self, scheduled: list[Scheduled]) -> None:
         try:
             step = build_step(scheduled, self._shape_book)
         except Exception as error:
             raise StepFailed(f"building the step's arrays failed: {error!r}") from error
-        self._events.flush()  # first tokens must not wait for the step
+        self._core.flush()  # first tokens of other servers must not wait for the step
         if step.is_masked:
             self._launch_masked(scheduled, step)
         else:
@@ -128,9 +128,10 @@ class StepRunner:
                 continue  # the sequence ended with the previous step
             num_tokens = min(item.num_tokens, sequence.num_uncomputed)
             try:
-                self._launch_any([Scheduled.from_next_tokens(sequence, num_tokens)])
+                single = Scheduled.from_next_tokens(sequence, num_tokens)
+                self._build_and_launch([single])
             except StepFailed as single_error:
-                self._events.give_up(sequence, single_error)
+                self._core.give_up(sequence, single_error)
             self.finish_steps(0)
 
     def _launch_masked(self, scheduled: list[Scheduled], step: StepInput) -> None:
@@ -138,18 +139,18 @@ class StepRunner:
         Draws its tokens when the masks are ready. If another step is in flight, the
         threads start when the tokens of that step are known.
         """
-        is_first = not self.in_flight
-        if is_first:
+        is_only = not self.in_flight
+        if is_only:
             self._grammars.begin_masks(scheduled)
         try:
             pending = self._launch(scheduled, step)
         except StepFailed:
-            if is_first:
+            if is_only:
                 # Wait for the threads that compute the masks, because a retry must
                 # begin the masks anew.
                 self._grammars.wait_for_masks(scheduled, wait_for_all=True)
             raise
-        if not is_first:
+        if not is_only:
             self.finish_steps(1)
             self._grammars.begin_masks(scheduled)
         masks, skipped = self._grammars.wait_for_masks(scheduled)
@@ -189,7 +190,7 @@ class StepRunner:
                 self._seconds_per_token = seconds / step.num_tokens
             self._last_finish_s = now_s
             self._scheduler.step_finished(seconds)
-            self._events.commit(step, output)
+            self._core.commit(step, output)
 
     def _wait_for(self, pending: PendingStep) -> None:
         """Waits until a launched step has ended.
@@ -202,7 +203,7 @@ class StepRunner:
         serve_until_s = time.monotonic() + MAX_SILENCE_S
         while not pending.has_ended():
             if time.monotonic() < serve_until_s:
-                self._events.serve_during_step()
+                self._core.serve_during_step()
             time.sleep(_POLL_INTERVAL_S)
 
     def is_long_step_in_flight(self) -> bool:

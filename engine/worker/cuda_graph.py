@@ -65,7 +65,7 @@ def _fastest_blas(num_rows: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeOutput:
+class LogitsOutput:
     """The results of a step on the device, with one row for each draw.
 
     Attributes:
@@ -111,11 +111,12 @@ class DecodeGraphs:
         self._last_drawn = last_drawn
         self._block_size = block_size
         self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
+        # Token ids as bitwise complements; see LastSampledTokens.
         self._complements, self._positions = self._inputs.unbind()
         self._sizes = captured_sizes(max_seqs)
         # Graphs and their outputs, by number of rows. Every replay overwrites the
         # outputs of all graphs, because the graphs share memory.
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, LogitsOutput]] = {}
 
     def capture(self) -> None:
         """Captures every size. The largest comes first, so that the graphs of smaller
@@ -145,7 +146,7 @@ class DecodeGraphs:
             time.perf_counter() - started_s,
         )
 
-    def _step(self, num_rows: int) -> DecodeOutput:
+    def _step(self, num_rows: int) -> LogitsOutput:
         with _fastest_blas(num_rows):
             token_ids = self._last_drawn.resolve(self._complements[:num_rows])
             hidden = self._model.forward(
@@ -153,7 +154,7 @@ class DecodeGraphs:
             )
             logits = self._model.raw_logits(hidden)
             greedy_ids = greedy(logits, self._last_drawn.token_ids[:num_rows])
-        return DecodeOutput(logits, greedy_ids)
+        return LogitsOutput(logits, greedy_ids)
 
     def can_run(self, step: StepInput) -> bool:
         """Whether a graph can run this step.
@@ -170,7 +171,7 @@ class DecodeGraphs:
             and not step.scores
         )
 
-    def run(self, step: StepInput) -> DecodeOutput:
+    def run(self, step: StepInput) -> LogitsOutput:
         """Launches a step for which `can_run` is true. The result is valid until the
         next call."""
         num_seqs = len(step.query_lens)
@@ -187,7 +188,7 @@ class DecodeGraphs:
         graph, output = self._graphs[size]
         graph.replay()
         assert output.greedy_ids is not None
-        return DecodeOutput(output.raw_logits[:num_seqs], output.greedy_ids[:num_seqs])
+        return LogitsOutput(output.raw_logits[:num_seqs], output.greedy_ids[:num_seqs])
 
     def replay(self, num_seqs: int) -> None:
         """Launches the graph for `num_seqs` sequences again, with the inputs and the

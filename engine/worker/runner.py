@@ -36,7 +36,7 @@ from engine.sampling.sampler import (
     score,
 )
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.worker.cuda_graph import DecodeGraphs, DecodeOutput, PromptGraphs
+from engine.worker.cuda_graph import DecodeGraphs, LogitsOutput, PromptGraphs
 from engine.worker.load import load, open_device
 from engine.worker.memory import (
     RankMemory,
@@ -212,7 +212,7 @@ class ModelRunner:
             )
         except NotImplementedError as error:
             logger.warning(
-                "decode runs without CUDA graphs, which is slower: %s", error
+                "all steps run without CUDA graphs, which is slower: %s", error
             )
             return
         prompt_graphs = PromptGraphs(
@@ -314,7 +314,7 @@ class ModelRunner:
 
     def _draw(
         self,
-        computed: DecodeOutput,
+        computed: LogitsOutput,
         batch: SamplingBatch | None,
         shaping: Shaping | None,
     ) -> SampledTokens:
@@ -330,7 +330,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _draw_masked(
         self,
-        computed: DecodeOutput,
+        computed: LogitsOutput,
         batch: SamplingBatch | None,
         shaping: Shaping | None,
         masks: Int32s,
@@ -347,17 +347,17 @@ class ModelRunner:
         self.last_drawn.store(drawn.token_ids)
         return drawn
 
-    def compute(self, step: StepInput) -> DecodeOutput:
+    def compute(self, step: StepInput) -> LogitsOutput:
         """Runs the step up to the logits of the R rows that draw."""
         if self.graphs is not None and self.graphs.can_run(step):
             return self.graphs.run(step)
         if not step.scores:
             hidden = self.forward(self.memory, step, step.last_token_rows)
-            return DecodeOutput(self.model.raw_logits(hidden), None)
+            return LogitsOutput(self.model.raw_logits(hidden), None)
         hidden = self.forward(self.memory, step)
         rows = to_device(step.last_token_rows, self.device)
         logits = self.model.raw_logits(hidden[rows])
-        return DecodeOutput(logits, None, score(self.model, hidden, step.scores))
+        return LogitsOutput(logits, None, score(self.model, hidden, step.scores))
 
     def forward(
         self, memory: RankMemory, step: StepInput, rows: Int64s | None = None

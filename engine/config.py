@@ -63,8 +63,8 @@ class EngineConfig(KVOptions, ModelOptions):
 
     @property
     def step_target(self) -> StepTarget | None:
-        """The target duration of steps that contain decoding sequences. None: no
-        target, so prompts may make these steps longer."""
+        """The target duration of steps that contain decoding sequences. None: only
+        --max-num-batched-tokens limits the prompt tokens of these steps."""
         if self.role == "prefill":
             return None
         if self.itl_target_s is not None:
@@ -100,7 +100,7 @@ class EngineConfig(KVOptions, ModelOptions):
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,
-            # This engine makes offers and subscribes to them
+            # This engine makes offers, and subscribes to offers of other engines
             # (protocol.kv_params.Offer).
             "subscribes": 1,
         }

@@ -51,10 +51,12 @@ def check_weights(
     config: EngineConfig, model: ModelConfig, free_bytes: int | None = None
 ) -> None:
     """Checks that the files have the weights that config.json describes, and that the
-    memory can hold the weights.
+    memory of this machine can hold the weights. With --device cuda, finds only weights
+    that no GPU can hold, because each rank checks its own GPU later.
 
     Args:
-        free_bytes: free memory of this machine or container; None to measure it.
+        free_bytes: for the CPU, the free memory of this machine or container; None to
+            measure it.
 
     Raises:
         ModelLoadError: the files do not have these weights.
@@ -204,7 +206,7 @@ def attention_spec(
     Args:
         num_q_heads: number of query heads that the backend computes.
     """
-    has_window = {window is not None for window in model.layer_windows or (None,)}
+    window_kinds = {window is not None for window in model.layer_windows or (None,)}
     has_cap = bool(model.score_cap)
     return AttentionSpec(
         device=config.device,
@@ -213,7 +215,7 @@ def attention_spec(
         head_dim=model.kv_dim,
         num_components=model.kv_components,
         num_q_heads=num_q_heads,
-        kinds=tuple((windowed, has_cap) for windowed in sorted(has_window)),
+        kinds=tuple((has_window, has_cap) for has_window in sorted(window_kinds)),
     )
 
 

@@ -51,7 +51,8 @@ _GREEDY_TOP_P = 1e-6  # a top_p that allows only the likeliest token
 
 
 class StartFailure(Exception):
-    """The server cannot start. The message explains it to the operator."""
+    """The server cannot start, or its engine has failed later (engine/serve.py). The
+    message gives the operator the reason."""
 
 
 class Prepared(NamedTuple):
@@ -82,10 +83,11 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
     try:
         check_attention(config, model_config)
     except UnsupportedPool:
-        # On a machine without a GPU, the ranks report the missing GPU more clearly.
+        # If the machine has no GPU, the ranks report this later, in a clearer message.
         if config.device != "cuda" or _has_gpu():
             raise
-    # Check these now, because loading the weights takes long.
+    # Check the staging memory and the port before the ranks spend minutes on loading
+    # the weights.
     check_staging(config, layout)
     bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
     config = config.model_copy(
@@ -162,8 +164,8 @@ def engine_config(
 
 
 def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationConfig:
-    """Returns the values of fields that a request omits, in addition to OpenAI's
-    defaults. Logs them."""
+    """Returns the defaults of request fields that replace OpenAI's defaults. Logs
+    them."""
     if settings.generation_config == "none":
         return GenerationConfig()
     defaults = read_generation_config(model_dir)
@@ -181,8 +183,8 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     """Reads the fields of generation_config.json that requests also have. Without the
     file, no field is set.
 
-    transformers accepts some values that no request may have. Such a value is used, or
-    an equivalent one, and logged.
+    transformers accepts some values that no request may have. Such a value, or an
+    equivalent one, is used and logged.
 
     Raises:
         ModelLoadError: a value is wrong for requests and for transformers, or the file
@@ -251,7 +253,8 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
     """Returns the GPU numbers of the ranks.
 
     Raises:
-        StartFailure: --devices names no GPU for some rank, or the device is the CPU.
+        StartFailure: --devices does not name one GPU for each rank, or is set although
+            the device is the CPU.
     """
     if settings.devices and device != "cuda":
         numbers = ",".join(map(str, settings.devices))

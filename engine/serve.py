@@ -41,8 +41,8 @@ from protocol.settings.settings import EngineSettings, describe
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's start
-# Longest wait for a failed engine's processes to exit. Their exit status is the reason
-# that clients and logs get.
+# Longest wait for a failed engine's processes to exit, because clients and logs get
+# the exit status as the reason.
 _ENDING_TIMEOUT_S = 5.0
 _KILLED_STATUS = 130  # exit status after a second signal, as for `baton up`
 RANK_MODULE = "engine.worker.worker"  # run by each rank process
@@ -56,7 +56,8 @@ HooksFactory = Callable[[bytes], ServerHooks]  # its argument is the cluster sec
 def run_server(
     settings: EngineSettings, hooks: HooksFactory, module: str = RANK_MODULE
 ) -> int:
-    """Runs a server until a signal or POST /drain ends it. Returns the exit status.
+    """Runs a server until a signal, POST /drain or a failure ends it. Returns the exit
+    status.
 
     Args:
         hooks: makes the server's hooks, which implement the prefill or decode leg.
@@ -180,8 +181,8 @@ class _Server:
         prepared = prepare(self.settings, self.secret, model_dir)
         with self.processes.start(prepared.config) as link:
             self._report_progress("loading the model")
-            # These files are read while the weights load, so that errors in them are
-            # reported within a second.
+            # The tokenizer is read while the weights load, so that errors in its files
+            # are reported early.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
             # In a thread, because this takes seconds with thousands of special tokens.
             await asyncio.to_thread(

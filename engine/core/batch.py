@@ -148,7 +148,8 @@ class Executor(Protocol):
         """Launches a step.
 
         Raises:
-            StepFailed: the step did not begin. Other steps may still be launched.
+            StepFailed: the step was launched only in part or not at all. More steps may
+                be launched.
         """
 
 
@@ -175,16 +176,16 @@ def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput
     )
     for row, sequence in enumerate(sequences):
         tables[row, : len(sequence.block_ids)] = sequence.block_ids
-    drawing = [index for index, item in enumerate(scheduled) for _ in item.draws]
+    sampled = [index for index, item in enumerate(scheduled) for _ in item.draws]
     draws = [sequence for item in scheduled for sequence in item.draws]
     return StepInput(
         token_ids=np.array(tokens, dtype=np.int64),
         query_lens=query_lens,
         context_lens=context_lens,
         block_tables=tables,
-        sampled_sequences=np.array(drawing, dtype=np.int32),
+        sampled_sequences=np.array(sampled, dtype=np.int32),
         sampling=[sequence.sampling.params for sequence in draws],
-        shapes=book.plan(draws, context_lens[drawing].tolist()),
+        shapes=book.plan(draws, context_lens[sampled].tolist()),
         is_masked=any(sequence.sampling.grammar is not None for sequence in draws),
         scores=_scores(scheduled),
     )

@@ -15,7 +15,7 @@ class CoreServices(Protocol):
     scheduler: Scheduler
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Makes the sequence available to the scheduler."""
+        """Gives the sequence to the scheduler, once its grammar is compiled."""
 
     def accept_first_tokens(self, sequence: Sequence) -> None:
         """Handles first tokens that another server has drawn. Called while the sequence

@@ -5,9 +5,9 @@ It is one loop on one thread:
     inputs (add, abort) -> connector.poll (events of pulls and leases) -> schedule
     -> launch -> result of the step launched before -> tokens out -> ...
 
-When nothing can be computed, the loop sleeps on its sockets, and the connector's
-threads wake it. Steps overlap as step_runner.py describes. If the next step may preempt
-a sequence, the loop first waits for the results of all launched steps.
+When nothing can be computed, the loop sleeps until a message arrives or another thread
+wakes it. Steps overlap as step_runner.py describes. If the next step may preempt a
+sequence, the loop first waits for the results of all launched steps.
 
 An exception that concerns one request ends that request alone. Every other exception
 (of the device, a collective, the accounting of blocks) ends the engine.

@@ -62,20 +62,20 @@ class StepShapes(msgspec.Struct, frozen=True, array_like=True):
     """The changes to the logits of a step's R draws, as sent to the ranks."""
 
     rows: list[int]  # [R] state rows; NO_ROW for a draw without changes
-    bans: list[bool]  # [R] whether the row's stop tokens are banned
-    setups: list[SamplingRow]
+    bans: list[bool]  # [R] whether the draw's stop tokens are banned
+    setups: list[SamplingRow]  # the state rows to initialise before the draws
 
 
 class ShapeBook:
     """Assigns state rows to sequences.
 
-    The row of a sequence that no longer runs is reused. If a sequence has drawn a token
-    without its row, for example before a preemption, the row is set up anew.
+    The row of a sequence that no longer runs is reused. If a draw is repeated, for
+    example because its mask was not ready, the row is set up again.
     """
 
     def __init__(self) -> None:
-        # The row of each sequence, and the only position at which the row's state is
-        # valid for the next draw.
+        # The row of each sequence, and the position of the draw for which the row's
+        # state is valid.
         self._rows: dict[Sequence, tuple[int, int]] = {}
         self._free: list[int] = []
 
@@ -220,7 +220,7 @@ class LogitShaper:
     def masked(
         self, shaping: "Shaping | None", masks: npt.NDArray[np.int32]
     ) -> "Shaping":
-        """Copies masks to the device. Returns `shaping` together with the masks.
+        """Copies masks to the device. Returns a copy of `shaping` that includes them.
 
         Args:
             masks: int32 [R, ceil(V / 32)]; bit t % 32 of word t // 32 is set where

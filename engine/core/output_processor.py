@@ -12,7 +12,8 @@ from protocol.messages import ErrorInfo, KVUsage, Outputs, TokenDelta, TokenLogp
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.output import num_dropped_lines
 
-# An engine with requests reports at least this often, to show that it is alive.
+# An engine with requests is silent for about this time at most, to show that it is
+# alive.
 MAX_SILENCE_S: Final = 1.0
 _REPORT_INTERVAL_S: Final = 0.25
 _PREFIX_TOTALS: Final = ("prefix_cache_query_tokens", "prefix_cache_hit_tokens")
@@ -56,8 +57,8 @@ class OutputProcessor:
             self._compiled.append(sequence.request_id)
 
     def add_remote_results(self, sequence: Sequence) -> None:
-        """Adds the results of the prefill server that were not added before: the
-        prompt's logprobs and the first token of every choice. The client receives them
+        """Adds the results of another server that were not added before: the prompt's
+        logprobs and the first token of every choice. The client receives these results
         before the KV has been pulled.
         """
         if not sequence.is_scoring:
@@ -165,7 +166,7 @@ class CoreStats:
         """Returns the values to report now, or None if no report is due.
 
         An idle engine reports changes immediately. An engine with requests reports
-        changes once per _REPORT_INTERVAL_S, and unchanged values after MAX_SILENCE_S.
+        changes once per _REPORT_INTERVAL_S, and unchanged values MAX_SILENCE_S later.
 
         Args:
             collect: returns the current values.

@@ -27,8 +27,8 @@ class Scheduled:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether these are prompt tokens. If not, this is the one token of a sequence
-        that decodes."""
+        """Whether these count as prompt tokens, as do outputs that are computed again
+        after a preemption. If not, this is the one token of a sequence that decodes."""
         return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
 
     @property

@@ -8,8 +8,8 @@ from engine.core.sequence import Phase, Sequence
 from engine.core.tables import BlockTables, SchedulerLimits
 from kvcache.prefix import PrefixIndex
 
-# A shared prefix is worth a wait if it has this many tokens, or half of the tokens that
-# the waiting sequence would have to compute.
+# A shared prefix is worth a wait if it has at least this many tokens, or at least half
+# of the tokens that the waiting sequence would have to compute.
 _MIN_SHARED_TOKENS = 256
 
 

@@ -148,11 +148,11 @@ class Scheduler:
         in progress counts like one that decodes, because it soon will."""
         if (plan.scheduled or self.receiving) and self._prompt_limit.is_active:
             limit = self._prompt_limit.prompt_tokens(
-                plan.scheduled, prefilling, self._waiting_for_steps()
+                plan.scheduled, prefilling, self._waiting_if_admissible()
             )
             plan.budget = min(plan.budget, limit)
 
-    def _waiting_for_steps(self) -> Sequenceable[Sequence]:
+    def _waiting_if_admissible(self) -> Sequenceable[Sequence]:
         """The waiting prompts; empty if the first one cannot be admitted yet."""
         if not self.waiting or self._num_choices() >= self.limits.max_num_seqs:
             return ()
@@ -165,7 +165,7 @@ class Scheduler:
         self, prefilling: list[Sequence], budget: int
     ) -> int:
         """Returns how many tokens of the step are reserved for short waiting prompts; 0
-        if there are not enough blocks for these prompts."""
+        unless all these prompts can be admitted."""
         prefill_tokens = sum(work_of(s, s.num_uncomputed) for s in prefilling)
         prompts = select_short_prompts(self.waiting, prefill_tokens, budget)
         needed = len(self.running) + len(prompts)
@@ -366,8 +366,12 @@ class Scheduler:
     ) -> list[int]:
         """Takes the blocks from a receiving sequence, while its READs may still write.
 
-        The blocks that the READs may write to stay RECEIVING, or become QUARANTINED,
-        and are returned. The caller frees them when the READs have ended.
+        Returns the blocks that the READs may write to. The caller frees these blocks
+        when the READs have ended.
+
+        Args:
+            quarantine: whether the returned blocks become QUARANTINED. Otherwise they
+                stay RECEIVING.
         """
         fresh_blocks = self.tables.fresh(sequence)
         blocks = without_null_blocks(sequence.block_ids)

@@ -3,8 +3,8 @@
     token_ids      |<- prompt: num_prompt_tokens ->|<- outputs ->|<- num_awaited ->|
     KV in blocks   |<- num_computed ->|<- num_launched ->|<- num_uncomputed ------>|
 
-A sequence decodes when exactly one token is left to compute, and prefills when more
-are. A preemption takes the sequence's blocks away and sets `num_computed` back to 0.
+A sequence decodes when it has outputs and only its last token is left to compute.
+Otherwise it prefills. A preemption takes its blocks away and sets `num_computed` to 0.
 While a launched step has not finished, the tokens that it computes count as launched,
 and the token that it draws counts as awaited. The next step can compute an awaited
 token, although its value is still on the device.
@@ -45,10 +45,10 @@ class Phase(Enum):
         NEW --> WAITING --> RUNNING
                 WAITING --> RECEIVING --> RUNNING
 
-    A sequence returns to WAITING if it is preempted, or if its pull is given up while
-    it is RECEIVING. If the pull is given up earlier, the sequence leaves the queue and
-    is NEW again. A child that forks is RUNNING at once. A sequence may become FINISHED
-    in any phase.
+    A sequence returns to WAITING if it is preempted, or if its pull fails while READs
+    may still write to its blocks. If a pull is given up before it begins, the sequence
+    leaves the queue and is NEW again. A child that forks is RUNNING at once. A sequence
+    may become FINISHED in any phase.
     """
 
     # Only the core has the sequence. The connector may wait for a lookup, a handshake
@@ -70,9 +70,9 @@ class Sequence:
 
     request: AddRequest
     choice: int  # index of the choice
-    token_ids: list[int]  # prompt and outputs; only outputs until the choice has forked
+    token_ids: list[int]  # prompt and outputs; only outputs until a child has forked
     num_prompt_tokens: int
-    # Index in `token_ids` at which the outputs begin: 0 until the choice has forked.
+    # Index in `token_ids` at which the outputs begin: 0 until a child has forked.
     first_output: int
     sampling: SamplingState
     accounting: PromptAccounting
@@ -249,7 +249,7 @@ class Sequence:
     def unlaunch(self, num_tokens: int, *, drew: bool) -> None:
         """Takes back `num_tokens` launched tokens, because their step has finished or
         computes fewer tokens. If `drew`, also takes back an awaited draw."""
-        if self.phase is Phase.RUNNING:  # in other phases, the blocks are released
+        if self.phase is Phase.RUNNING:  # else `reset_blocks` has cleared the counts
             self.num_launched -= num_tokens
             self.num_awaited -= drew
 
@@ -257,8 +257,9 @@ class Sequence:
         """Stores the first tokens of an offer (protocol.kv_params.Offer), once the
         other engine has computed the prompt.
 
-        If `is_usable` is False, the other engine drew the tokens with parameters that
-        differ from those of this request. First tokens are then drawn here.
+        Args:
+            is_usable: whether these first tokens are the next outputs of this request.
+                Otherwise they are dropped.
         """
         assert self.pull is not None
         first_tokens = sealed.first_tokens if is_usable else []
@@ -280,8 +281,8 @@ class Sequence:
             self.prompt_logprobs.discard_unsent()
 
     def continue_for_children(self) -> None:
-        """Lets this finished choice compute the rest of its prompt, so that the other
-        choices can fork its KV."""
+        """Lets this ended choice compute the rest of its prompt, so that its children
+        can fork its KV."""
         self.choices.prefill_for_children()
         self.sampling.unsent_first_token = None
         # Drop the outputs, except those that are computed or in a launched step.

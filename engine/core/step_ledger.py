@@ -30,8 +30,8 @@ class StepLedger:
         self._prefill_budget = prefill_budget
         self._loads: deque[Load] = deque()  # of the unfinished steps
         self._num_finished = 0
-        # Lists of blocks to release, each after the number of the step that must finish
-        # first.
+        # Pairs of the number of a step and the blocks to release once this step has
+        # finished.
         self.deferred_releases: list[tuple[int, list[int]]] = []
 
     def record_launch(self, scheduled: Sequenceable[Scheduled]) -> None:

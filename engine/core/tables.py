@@ -105,9 +105,9 @@ class BlockTables:
             table, [range(start, stop)] * groups.count, self._block_size
         )
 
-    def first_blocks(self, sequence: Sequence, num_full: int) -> list[int]:
-        """The table of the first `num_full` blocks of each group."""
-        return sequence.block_ids[: num_full * self._groups.count]
+    def first_blocks(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """The table of the first `num_blocks` blocks of each group."""
+        return sequence.block_ids[: num_blocks * self._groups.count]
 
     def publishable(self, sequence: Sequence, num_full: int) -> list[int]:
         """Returns the table of the first `num_full` blocks of each group, for the
@@ -135,10 +135,10 @@ class BlockTables:
     def resume_limit(self, sequence: Sequence, num_tokens: int) -> int:
         """The smallest number of tokens, at most `num_tokens`, after which a sequence
         may continue from the KV of this sequence. Blocks in the windows before that
-        token are still needed.
+        position are still needed.
 
         Choices that fork compute the prompt's last block themselves. A borrower of
-        leased blocks may do so as well, and its blocks may be larger.
+        leased blocks may do so as well, and its blocks may be larger than ours.
         """
         if not self._groups.drops_blocks:
             return max(0, num_tokens)

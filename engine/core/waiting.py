@@ -22,8 +22,8 @@ from itertools import islice
 from engine.core.sequence import Sequence
 
 MAX_OVERTAKEN = 64
-LONG_PROMPT_TOKENS = 1024  # a prompt of at least this length may be overtaken
-_SHORTER_FACTOR = 4  # how many times shorter a prompt must be to overtake
+LONG_PROMPT_TOKENS = 1024  # much shorter prompts may overtake prompts of this length
+_SHORTER_FACTOR = 4  # how many times shorter than the overtaken prompt they must be
 # A prompt token with logprobs counts as this many prompt tokens without logprobs. The
 # logits of the whole vocabulary are computed and sorted for each such token. With small
 # models, this takes longer than the model itself.
@@ -55,8 +55,8 @@ def _completed_shares(
     once the request has been served.
 
     The first result has one value for each request of `waiting`. The second is the
-    value of `sequence`, if that is served last. If requests are served in ascending
-    order of these values, all keys get equal shares of work.
+    value of `sequence`, if `sequence` is served last. If requests are served in
+    ascending order of these values, all keys get equal shares of work.
     """
     completed = Counter[str]()
     shares = []

@@ -52,12 +52,13 @@ logger = logging.getLogger("baton.kv")
 
 
 class Borrower(KVConnector):
-    """Connects to prefill engines, pulls KV, and recovers from failed pulls.
+    """Connects to other engines, pulls KV, and recovers from failed pulls.
 
     Args:
         policy: the reaction to a failed pull. With "recompute" the prompt is computed
-            here; with "fail" the client receives the error. In both cases no token is
-            computed from the bytes of the failed pull.
+            here; with "fail" the client receives the error, unless the pull came from a
+            lookup. In both cases no token is computed from the bytes of the failed
+            pull.
         quarantine_timeout_s: longest time that a request waits for blocks that only
             the end of hanging READs can free.
         rates: decides by measurements whether to pull a prefix that, according to the
@@ -173,8 +174,8 @@ class Borrower(KVConnector):
             self._hold_and_enqueue(sequence, remote)
 
     def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
-        """Renews the lease on the remote KV from now on, and enqueues the sequence as
-        soon as this KV can be pulled."""
+        """Starts to renew the lease on the remote KV regularly. Enqueues the sequence
+        as soon as this KV can be pulled."""
         self._pulling[sequence.request_id] = sequence
         self._coordinator.hold(sequence.request_id, remote)
         self._enqueue_when_ready(sequence, remote)
@@ -242,7 +243,8 @@ class Borrower(KVConnector):
         on the prefill server is released once no READ is in flight.
 
         Args:
-            keep_lease: keeps the lease, so that another decode server may use it.
+            keep_lease: whether the lease is kept, so that another decode server may use
+                it.
         """
         del self._pulling[sequence.request_id]
         self._coordinator.cancel(sequence.request_id, keep_lease=keep_lease)
@@ -270,11 +272,11 @@ class Borrower(KVConnector):
                     allocator.quarantine(self._undrained.get(event.pull_id, []))
                 case PullDrained():
                     allocator.drained(self._undrained.pop(event.pull_id, []))
-        self._compute_pulls_without_capacity()
+        self._give_up_pulls_without_capacity()
         self._break_deadlock()
         self._fail_blocked_on_quarantine()
 
-    def _compute_pulls_without_capacity(self) -> None:
+    def _give_up_pulls_without_capacity(self) -> None:
         """Gives up the waiting pulls that cannot start because of hanging READs. The
         prompts are then computed here, or the requests fail."""
         scheduler = self.core.scheduler

@@ -70,7 +70,7 @@ class BorrowerCounters:
 
 
 def _zeros(policy: str) -> dict[str, float]:
-    """The counters that have the value 0 at the start.
+    """The counters that are exposed from the start, with the value 0.
 
     A Prometheus rate() misses the event with which a counter first appears. Some events
     happen only once, so their counters must be exposed before the event.

@@ -328,9 +328,9 @@ class Lender(KVConnector):
     def _leasable_prefix(self, block_ids: list[int]) -> list[int]:
         """The leading blocks of `block_ids` that can be leased to a lookup.
 
-        The leases may take half of the pool, but no block that the first waiting
-        request needs. Blocks that a sequence uses can always be leased, because they
-        are not available anyway.
+        The leases may take half of the pool, but must leave as many blocks as the first
+        waiting request needs. Blocks that a sequence uses can always be leased, because
+        they are not available anyway.
         """
         scheduler = self.core.scheduler
         allocator = scheduler.allocator

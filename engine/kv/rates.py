@@ -103,7 +103,7 @@ class Rates:
 
     def _link(self, peer: PeerKey) -> _Link:
         """Returns the estimates for a link. Starts with defaults if there are no recent
-        estimates, and forgets the link that was unused for the longest time."""
+        estimates. Beyond _MAX_PEERS links, forgets the least recently used one."""
         now = self._clock()
         link = self._links.pop(peer, None)
         if link is None or now - link.created_s > _ESTIMATE_LIFETIME_S:

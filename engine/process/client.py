@@ -222,7 +222,7 @@ class EngineClient:
         ready: the engine's report about itself, once the engine can serve.
         progress: a description of what the engine does before it is ready.
         on_progress: called with each new value of `progress`.
-        stats: the engine's latest values, by metric.
+        stats: the engine's latest values, by metric series.
         failure: why the engine cannot continue, or None.
         movable: for each open request that can migrate, by request id, a function that
             returns whether the request may migrate now.
@@ -247,7 +247,7 @@ class EngineClient:
         self.is_handing_over = False
         # The loop's time by which the engine will have reported the leases of the
         # request that migrated last.
-        self._leases_reported_at_s = 0.0
+        self._leases_reported_by_s = 0.0
         self.failure: str | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._start_decided = asyncio.Event()  # the engine is ready or has failed
@@ -336,10 +336,7 @@ class EngineClient:
         return subscription
 
     def send(self, message: EngineInput) -> None:
-        """Send a message that has no answer.
-
-        The message is dropped if the engine has failed or exited.
-        """
+        """Send a message to the engine; drop it if the engine has failed or exited."""
         with contextlib.suppress(EngineDied):
             self._write(message)
 
@@ -378,8 +375,8 @@ class EngineClient:
         self.is_handing_over = True
         self.migrate()
         while (now_s := clock()) < until_s:
-            has_leases = self._leases_reported_at_s and self.stats.get(LEASES, 0)
-            if not (self.moving or has_leases or now_s < self._leases_reported_at_s):
+            has_leases = self._leases_reported_by_s and self.stats.get(LEASES, 0)
+            if not (self.moving or has_leases or now_s < self._leases_reported_by_s):
                 break
             await asyncio.sleep(LEASES_POLL_INTERVAL_S)
         self.is_handing_over = False
@@ -389,7 +386,7 @@ class EngineClient:
         self.movable.pop(request_id, None)
         if request_id in self.moving:
             self.moving.remove(request_id)
-            self._leases_reported_at_s = asyncio.get_running_loop().time() + _SETTLE_S
+            self._leases_reported_by_s = asyncio.get_running_loop().time() + _SETTLE_S
         self._subscriptions.pop(request_id, None)
 
     def fail(self, reason: str, code: str = EngineDied.code) -> None:

@@ -13,12 +13,12 @@ import time
 from protocol.ipc.wire import Waker, Wire, WireClosed
 from protocol.messages import EngineInput, EngineOutput, decode_input, encode
 
-# Largest message. No lower limit is needed, because both ends belong to one server.
+# Largest message. No smaller limit is needed, because both ends belong to one server.
 MAX_BYTES = (1 << 32) - 1
 # While more bytes than this are unsent, the HTTP process counts as stalled, and the
 # engine runs no step.
 MAX_UNSENT_BYTES = 1 << 26
-_LINGER_S = 1.0  # how long `close` waits for unsent answers
+_LINGER_S = 1.0  # how long `close` waits for unsent messages
 
 
 class EngineTransport:

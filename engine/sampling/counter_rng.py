@@ -30,8 +30,8 @@ def row_keys(
     """Returns a 64-bit key for each row, as int32 [S, 2].
 
     Args:
-        seed, choice, position: int64 [S]. The position is the index of the drawn token
-            in its sequence.
+        seed, choice, position: int64 [S]. The position is the index, in its sequence,
+            of the token to be drawn.
     """
     key = _splitmix64(seed)
     for counter in (choice, position):

@@ -1,12 +1,14 @@
 """Draws a step's tokens on a GPU, as engine/sampling/sampler.py specifies, in a few
 Triton kernels.
 
-No kernel sorts, and the host never waits for the device. A search finds the smallest
-allowed value of a row: a token is allowed if all tokens with larger values together
-weigh less than a limit. The search is over keys. The key of a value is the bit pattern
-of the float -value, which grows as the value falls. Each pass over the row tests seven
-keys at once, which reduces the range of keys to an eighth, until one value is left.
-That takes at most eleven passes.
+No kernel sorts, and the host never waits for the device. A value is a logit minus the
+row's largest logit, divided by the temperature, so it is at most 0. For top_k and
+top_p, a search finds the smallest allowed value of a row: a token is allowed if all
+tokens with larger values together weigh less than a limit. For top_k, each token weighs
+1; for top_p, its probability. The search is over keys. The key of a value is the bit
+pattern of the float -value, which grows as the value falls. Each pass over the row
+tests seven keys at once, which reduces the range of keys to an eighth, until one value
+is left. That takes at most eleven passes.
 
 The largest logit of a row decides how the row is read. A finite largest logit is
 subtracted from all logits. If it is +inf, only tokens with a logit of +inf can be

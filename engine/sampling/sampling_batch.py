@@ -20,7 +20,7 @@ class SamplingBatch:
         temperature, top_p, min_p: float32 [S].
         top_k: int64 [S]; 0 allows every token.
         seed, choice: int64 [S].
-        position: int64 [S], the index of the drawn token in its sequence.
+        position: int64 [S], the index, in its sequence, of the token to be drawn.
         max_logprobs: the largest number of likeliest tokens for which any row requests
             logprobs. 0: rows request only the logprob of the drawn token; None: no row
             requests logprobs.
@@ -55,7 +55,8 @@ class SamplingBatch:
         """Makes a batch with one row for each entry of `params`.
 
         Args:
-            positions: for each row, the index of the drawn token in its sequence.
+            positions: for each row, the index, in its sequence, of the token to be
+                drawn.
         """
         assert len(params) == len(positions), (len(params), len(positions))
         device = torch.device(device)

@@ -71,7 +71,7 @@ class GroupedBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> None:
         for group, backend in enumerate(self._backends):
-            backend.plan(self._group_batch(batch, group))
+            backend.plan(self._batch_of_group(batch, group))
 
     def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
         for backend in self._backends:
@@ -79,9 +79,9 @@ class GroupedBackend(AttentionBackend):
 
     def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         for group, backend in enumerate(self._backends):
-            backend.plan_for_graph(self._group_batch(batch, group), num_rows)
+            backend.plan_for_graph(self._batch_of_group(batch, group), num_rows)
 
-    def _group_batch(self, batch: AttentionBatch, group: int) -> AttentionBatch:
+    def _batch_of_group(self, batch: AttentionBatch, group: int) -> AttentionBatch:
         """The batch with the block tables and slots of one group."""
         block_size = self.pool.layout.block_size
         query_lens = batch.query_lens

@@ -24,8 +24,8 @@ from protocol.settings.machine import free_host_bytes
 
 class Rank:
     """Loads the model, allocates as much KV as all ranks can hold, runs every kind of
-    step once, and starts the rank's service. All ranks must be created at the same
-    time, because they wait for each other.
+    step once (only on a GPU), and starts the rank's service. All ranks must be created
+    at the same time, because they wait for each other.
 
     Args:
         report: called with a description of each slow part of the start, when that part

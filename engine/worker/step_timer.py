@@ -28,7 +28,8 @@ from engine.worker.warm_up import WarmUpSizes
 logger = logging.getLogger("baton.engine")
 
 # A measurement that is expected to end after this time is skipped. The limits are short
-# compared to the start of a server: a few seconds on a CPU, half a minute on a GPU.
+# compared to a server's start, which takes a few seconds on a CPU and half a minute on
+# a GPU.
 MAX_MEASUREMENT_S: Final = {"cpu": 0.25, "cuda": 3.0}
 # Shorter steps are repeated, because a disturbance may last as long as the step itself.
 _SHORT_STEP_S: Final = 0.03
@@ -112,8 +113,8 @@ class StepTimer:
         while launched:
             launched.popleft().result()
             ends_s.append(self._clock())
-        # The first duration of several includes the launch of the step, so it is left
-        # out.
+        # If steps are launched ahead, the first duration also includes a launch, so it
+        # is left out.
         first = depth
         return statistics.median(
             end_s - start_s for start_s, end_s in pairwise(ends_s[first:])

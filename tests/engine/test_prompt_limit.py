@@ -134,11 +134,11 @@ def test_prompts_that_wait_for_sequences_or_blocks_do_not_raise_the_budget():
     core.round([add("a", range(4), 40), add("b", range(4), 4)])
     scheduler = core.scheduler
     assert len(scheduler.waiting) == 1
-    assert not scheduler._waiting_for_steps()
+    assert not scheduler._waiting_if_admissible()
     core, _, _ = make_core(num_blocks=12, max_num_batched_tokens=64, itl_target_s=1.0)
     core.round([add("a", range(16), 40), add("b", range(100, 140), 4)])
     assert len(core.scheduler.waiting) == 1
-    assert not core.scheduler._waiting_for_steps()
+    assert not core.scheduler._waiting_if_admissible()
 
 
 @pytest.mark.parametrize(

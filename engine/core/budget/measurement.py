@@ -28,7 +28,8 @@ _LONG_CONTEXT: Final = 32_768
 _MAX_CONTEXT_TOKENS: Final = 262_144  # tokens of KV of all streams together
 # Tokens of the prompt chunks that are measured after KV of earlier chunks.
 _CHUNK_SIZES: Final = (256, 2048)
-_TOKENS_BEFORE_CHUNK: Final = 16_384  # of that KV, or fewer if the limits require it
+# Tokens of these earlier chunks; fewer if the limits of the engine require it.
+_TOKENS_BEFORE_CHUNK: Final = 16_384
 # Sizes near the target are measured more closely. The interval between the two measured
 # sizes around the target is halved at most _REFINEMENTS times, and only while its width
 # exceeds this share of its smaller size.

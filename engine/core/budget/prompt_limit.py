@@ -58,7 +58,8 @@ class PromptLimit:
             self.budget = PrefillBudget(times, target.seconds, max_tokens)
 
     def on_queued(self, sequence: Sequence) -> None:
-        """Records that a sequence begins to wait."""
+        """Records that a sequence begins to wait, and whether a prefill server has
+        computed its prompt."""
         sequence.queued_s = self._clock()
         request = sequence.request
         # A request that resumes here after a failover or migration may also refer to

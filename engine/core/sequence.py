@@ -4,7 +4,7 @@
     KV in blocks   |<- num_computed ->|<- num_launched ->|<- num_uncomputed ------>|
 
 A sequence decodes when it has outputs and only its last token is left to compute.
-Otherwise it prefills. A preemption takes its blocks away and sets `num_computed` to 0.
+Otherwise it prefills. A preempted sequence loses its blocks, so `num_computed` is 0.
 While a launched step has not finished, the tokens that it computes count as launched,
 and the token that it draws counts as awaited. The next step can compute an awaited
 token, although its value is still on the device.

@@ -87,8 +87,8 @@ class Lender(KVConnector):
         if sequence.num_computed >= len(sequence.token_ids):
             return  # the prompt is complete: on_finish leases the rest
         if scheduler.limits.groups.drops_blocks:
-            # A preempted sequence would need these blocks a second time, because the
-            # prefix index may lack blocks before the sequence's windows.
+            # After a preemption, the prefix index may lack blocks before the sequence's
+            # windows, so the sequence would need as many blocks again.
             return
         with self._leases.offers() as (offers, _):
             first_block = offers.num_leased_blocks(transfer_id)

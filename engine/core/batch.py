@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attention.base import AttentionBatch
-from engine.core.logits_processing import ShapeBook, StepShapes
+from engine.core.logits_processing import LogitChanges, RowAllocator
 from engine.core.scheduler import Scheduled
 from protocol.messages import SamplingParams, TokenLogprobs
 
@@ -46,8 +46,8 @@ class StepInput:
         sampled_sequences: [R] for each draw, the index in S of its sequence. If several
             choices draw from one sequence, its index is repeated.
         sampling: [R] parameters of each draw, without logit_bias and grammar.
-        shapes: the changes to the logits of the draws; None if no draw has a bias,
-            penalties or banned tokens.
+        logit_changes: the changes to the logits of the draws; None if no draw has a
+            bias, penalties or banned tokens.
         is_masked: whether some draw has a grammar. No token of the step is then drawn
             before PendingStep.draw.
         scores: the prompt tokens that need logprobs.
@@ -59,7 +59,7 @@ class StepInput:
     block_tables: Int32s
     sampled_sequences: Int32s
     sampling: list[SamplingParams]
-    shapes: StepShapes | None = None
+    logit_changes: LogitChanges | None = None
     is_masked: bool = False
     scores: list[ScoredRows] = field(default_factory=list)
 
@@ -153,12 +153,14 @@ class Executor(Protocol):
         """
 
 
-def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput:
+def build_step(
+    scheduled: Sequenceable[Scheduled], row_allocator: RowAllocator
+) -> StepInput:
     """Makes the arrays of a step.
 
     Args:
         scheduled: the sequences of the step; not empty.
-        book: assigns state rows to the draws.
+        row_allocator: assigns state rows to the draws.
     """
     sequences = [item.sequence for item in scheduled]
     query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
@@ -185,7 +187,7 @@ def build_step(scheduled: Sequenceable[Scheduled], book: ShapeBook) -> StepInput
         block_tables=tables,
         sampled_sequences=np.array(sampled, dtype=np.int32),
         sampling=[sequence.sampling.params for sequence in draws],
-        shapes=book.plan(draws, context_lens[sampled].tolist()),
+        logit_changes=row_allocator.plan(draws, context_lens[sampled].tolist()),
         is_masked=any(sequence.sampling.grammar is not None for sequence in draws),
         scores=_scores(scheduled),
     )

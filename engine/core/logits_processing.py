@@ -11,7 +11,7 @@
 Reported logprobs are those of the logits before these changes. If a grammar allows only
 banned tokens, one of them is drawn nevertheless.
 
-On rank 0, `ShapeBook` assigns a state row to each sequence that needs one. The data
+On rank 0, `RowAllocator` assigns a state row to each sequence that needs one. The data
 that does not change (prompt, bias, penalties) is sent to the ranks once, with the first
 step that uses the row. The `LogitShaper` of each rank counts drawn tokens on its
 device.
@@ -58,7 +58,7 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: list[int]
 
 
-class StepShapes(msgspec.Struct, frozen=True, array_like=True):
+class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
     """The changes to the logits of a step's R draws, as sent to the ranks."""
 
     rows: list[int]  # [R] state rows; NO_ROW for a draw without changes
@@ -66,7 +66,7 @@ class StepShapes(msgspec.Struct, frozen=True, array_like=True):
     setups: list[SamplingRow]  # the state rows to initialise before the draws
 
 
-class ShapeBook:
+class RowAllocator:
     """Assigns state rows to sequences.
 
     The row of a sequence that no longer runs is reused. If a draw is repeated, for
@@ -81,7 +81,7 @@ class ShapeBook:
 
     def plan(
         self, drawing: Sequenceable[Sequence], positions: Sequenceable[int]
-    ) -> StepShapes | None:
+    ) -> LogitChanges | None:
         """Assigns rows to the draws of a step. Returns the changes to the logits, or
         None if no draw needs any.
 
@@ -108,7 +108,7 @@ class ShapeBook:
                 drawing, positions, needs_row, strict=True
             )
         ]
-        return StepShapes(rows, bans, setups)
+        return LogitChanges(rows, bans, setups)
 
     def _row(self, sequence: Sequence, position: int, setups: list[SamplingRow]) -> int:
         row, next_position = self._rows.get(sequence, (NO_ROW, NO_ROW))
@@ -180,19 +180,19 @@ class LogitShaper:
             int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
         ] = {}
 
-    def prepare(self, shapes: StepShapes | None) -> "Shaping | None":
+    def prepare(self, changes: LogitChanges | None) -> "Shaping | None":
         """Applies the setups of a step, and copies the changes of its draws to the
         device. Returns None if there are no changes."""
-        if shapes is None:
+        if changes is None:
             return None
-        for setup in shapes.setups:
+        for setup in changes.setups:
             self._set_up(setup)
         penalised: list[tuple[int, int]] = []
         penalties: list[tuple[float, float, float]] = []
         bias_indices: list[npt.NDArray[np.int64]] = []
         bias_values: list[npt.NDArray[np.float32]] = []
         ban_indices: list[int] = []
-        for draw, row in enumerate(shapes.rows):
+        for draw, row in enumerate(changes.rows):
             if row == NO_ROW:
                 continue
             setup = self._rows[row]
@@ -204,7 +204,7 @@ class LogitShaper:
             if setup.penalties is not None:
                 penalised.append((draw, row))
                 penalties.append(setup.penalties)
-            if shapes.bans[draw]:
+            if changes.bans[draw]:
                 for token_id in setup.stop_token_ids:
                     if token_id < self.vocab_size:
                         ban_indices.append(start + token_id)

@@ -28,7 +28,7 @@ from engine.core.batch import (
     build_step,
 )
 from engine.core.core_grammar import CoreGrammars
-from engine.core.logits_processing import ShapeBook
+from engine.core.logits_processing import RowAllocator
 from engine.core.output_processor import MAX_SILENCE_S, CoreStats
 from engine.core.plan import Scheduled
 from engine.core.scheduler import Scheduler
@@ -92,7 +92,7 @@ class StepRunner:
         self._grammars = grammars
         self._stats = stats
         self._core = core
-        self._shape_book = ShapeBook()
+        self._row_allocator = RowAllocator()
         # Measured in the last step of at least _PROPORTIONAL_TOKENS tokens.
         self._seconds_per_token = 0.0
         self._last_finish_s = 0.0
@@ -106,7 +106,7 @@ class StepRunner:
 
     def _build_and_launch(self, scheduled: list[Scheduled]) -> None:
         try:
-            step = build_step(scheduled, self._shape_book)
+            step = build_step(scheduled, self._row_allocator)
         except Exception as error:
             raise StepFailed(f"building the step's arrays failed: {error!r}") from error
         self._core.flush()  # first tokens of other servers must not wait for the step

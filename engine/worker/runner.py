@@ -284,7 +284,7 @@ class ModelRunner:
             return self._launch_without_draws(step)
         # Upload before the launch of the step, because a later upload might wait for
         # the step.
-        shaping = self.shaper.prepare(step.shapes)
+        shaping = self.shaper.prepare(step.logit_changes)
         batch = None
         if shaping is not None or step.is_masked or not is_greedy(step.sampling):
             positions = step.context_lens[step.sampled_sequences].tolist()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.core.batch import Int32s, ScoredRows, StepFailed, StepInput
-from engine.core.logits_processing import SamplingRow, StepShapes
+from engine.core.logits_processing import LogitChanges, SamplingRow
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.kernel_watch import KERNELS
@@ -174,7 +174,7 @@ def _run_largest_step(runner: ModelRunner) -> None:
     rows = min(config.max_num_seqs, num_tokens)
     sampling = msgspec.structs.replace(_SAMPLINGS[-1], num_logprobs=_LOGPROBS[-1])
     batch = SamplingBatch.from_params([sampling] * rows, [0] * rows, runner.device)
-    shaping = runner.shaper.prepare(_shapes(rows, _PENALTIES))
+    shaping = runner.shaper.prepare(_logit_changes(rows, _PENALTIES))
     shaping = runner.shaper.masked(shaping, _all_allowed(runner, rows))
     sample(runner.model.logits(hidden[:rows]), batch, shaping)
     torch.cuda.synchronize(runner.device)
@@ -256,19 +256,23 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
             params = msgspec.structs.replace(sampling, num_logprobs=num_logprobs)
             yield replace(step, sampling=[params] * count)
         shaped = replace(
-            step, sampling=[sampling] * count, shapes=_shapes(count, _PENALTIES)
+            step,
+            sampling=[sampling] * count,
+            logit_changes=_logit_changes(count, _PENALTIES),
         )
         yield shaped
-        yield replace(shaped, shapes=_shapes(count, None))
+        yield replace(shaped, logit_changes=_logit_changes(count, None))
         yield replace(shaped, is_masked=True)
-        yield replace(shaped, is_masked=True, shapes=None)
+        yield replace(shaped, is_masked=True, logit_changes=None)
     # Two choices of the first sequence, while other sequences, if any, draw nothing.
     yield replace(
         step, sampled_sequences=np.zeros(2, np.int32), sampling=[_SAMPLINGS[1]] * 2
     )
 
 
-def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepShapes:
+def _logit_changes(
+    count: int, penalties: tuple[float, float, float] | None
+) -> LogitChanges:
     """Changes to the logits of `count` draws: a bias for each, banned stop tokens for
     every second one, and the penalties, if given, for each."""
     prompt: list[int] = []
@@ -281,7 +285,7 @@ def _shapes(count: int, penalties: tuple[float, float, float] | None) -> StepSha
         SamplingRow(row, prompt, outputs, penalties, {0: 1.0}, [0])
         for row in range(count)
     ]
-    return StepShapes(list(range(count)), bans, setups)
+    return LogitChanges(list(range(count)), bans, setups)
 
 
 def _scores(step: StepInput) -> Iterator[StepInput]:

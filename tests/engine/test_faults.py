@@ -9,7 +9,7 @@ import torch
 
 from engine.core.batch import StepFailed, StepInput
 from engine.core.connector import KVConnector
-from engine.core.logits_processing import ShapeBook
+from engine.core.logits_processing import RowAllocator
 from engine.core.sequence import Sequence
 from engine.worker.warm_up import WarmUpSizes
 from kvcache.blocks import BlockStateError
@@ -103,17 +103,17 @@ class _FailingConnector(KVConnector):
 def test_error_in_a_plan_or_at_a_requests_end_fails_only_that_request(
     depth, is_planned, monkeypatch
 ):
-    plan = ShapeBook.plan
+    plan = RowAllocator.plan
 
     def plan_or_fail(
-        self: ShapeBook, drawing: list[Sequence], positions: list[int]
+        self: RowAllocator, drawing: list[Sequence], positions: list[int]
     ) -> Any:
         if any(sequence.request_id == "x" for sequence in drawing):
             raise IndexError("the request's state is invalid")
         return plan(self, drawing, positions)
 
     if not is_planned:
-        monkeypatch.setattr(ShapeBook, "plan", plan_or_fail)
+        monkeypatch.setattr(RowAllocator, "plan", plan_or_fail)
     core, _, out = make_core(
         depth=depth, role=_FailingConnector(ValueError("no such reference"))
     )

@@ -1,6 +1,6 @@
 """The sampling digest covers everything that the first token depends on.
 
-The tests draw first tokens from random logits as an engine does, with ShapeBook,
+The tests draw first tokens from random logits as an engine does, with RowAllocator,
 LogitShaper, grammar masks and the sampler.
 """
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.logits_processing import LogitShaper, ShapeBook
+from engine.core.logits_processing import LogitShaper, RowAllocator
 from engine.core.sequence import Phase, Sequence
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
@@ -70,7 +70,7 @@ def _first_tokens(
         rows.append(row)
     positions = [len(_PROMPT)] * _ROWS
     shaper = LogitShaper(_VOCAB, len(rows))
-    shaping = shaper.prepare(ShapeBook().plan(rows, positions))
+    shaping = shaper.prepare(RowAllocator().plan(rows, positions))
     if params["grammar"] is not None:
         masks = masks_of(compiler, [row.sampling.grammar for row in rows])
         shaping = shaper.masked(shaping, np.ascontiguousarray(masks))

@@ -1,6 +1,6 @@
 """Bias, penalties, bans and masks follow their definitions, and change no other row.
 
-The tests call ShapeBook and LogitShaper as the engine does, and draws are counted on
+The tests call RowAllocator and LogitShaper as the engine does, and draws are counted on
 the device. After a preemption, or a first token from another engine, the row of counts
 is initialized again.
 """
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.logits_processing import NO_ROW, LogitShaper, ShapeBook, Shaping
+from engine.core.logits_processing import NO_ROW, LogitShaper, RowAllocator, Shaping
 from engine.core.sequence import Phase, Sequence
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
@@ -61,7 +61,7 @@ class DrawingEngine:
     """Draws tokens for sequences as an engine does, greedily."""
 
     def __init__(self) -> None:
-        self.book = ShapeBook()
+        self.book = RowAllocator()
         self.shaper = LogitShaper(VOCAB, 12)
         self.random = torch.Generator().manual_seed(1)
 
@@ -137,7 +137,7 @@ def test_rows_without_options_stay_unchanged_and_cost_nothing():
 
 
 def test_prompt_is_sent_once_with_the_tokens_that_another_engine_drew():
-    book = ShapeBook()
+    book = RowAllocator()
     sequence = _sequence([7, 8], presence_penalty=1.0, logit_bias={1: 2.0})
     sequence.token_ids.append(9)
     first = book.plan([sequence], [3])
@@ -149,7 +149,7 @@ def test_prompt_is_sent_once_with_the_tokens_that_another_engine_drew():
 
 
 def test_state_rows_of_sequences_that_no_longer_run_are_reused():
-    book = ShapeBook()
+    book = RowAllocator()
     sequences = [_sequence([i], presence_penalty=1.0) for i in range(3)]
     plan = book.plan(sequences, [1, 1, 1])
     assert plan is not None and plan.rows == [0, 1, 2]
@@ -185,7 +185,7 @@ def test_only_allowed_tokens_are_drawn(temperature, limits):
 
 def test_grammar_that_allows_only_banned_tokens_overrides_the_ban():
     sequence = _sequence([1], stop=[2], min_tokens=5)
-    plan = ShapeBook().plan([sequence], [1])
+    plan = RowAllocator().plan([sequence], [1])
     batch = SamplingBatch.from_params([SamplingParams(seed=3)], [1])
     shaper = LogitShaper(VOCAB, 1)
     shaping = shaper.masked(shaper.prepare(plan), _mask([2]))

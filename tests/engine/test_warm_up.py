@@ -42,7 +42,9 @@ def test_every_warm_up_step_is_within_the_limits(sizes):
         step.attention_batch(sizes.block_size)
         assert step.block_tables.min() > 0
         assert step.block_tables.max() < sizes.num_blocks
-        assert step.shapes is None or max(step.shapes.rows) < sizes.max_seqs
+        assert (
+            step.logit_changes is None or max(step.logit_changes.rows) < sizes.max_seqs
+        )
         for scored in step.scores:
             assert scored.first_row + len(scored.targets) <= len(step.token_ids)
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from engine.core.batch import StepFailed, StepInput
-from engine.core.logits_processing import NO_ROW, SamplingRow, StepShapes
+from engine.core.logits_processing import NO_ROW, LogitChanges, SamplingRow
 from engine.worker.memory import MemoryTooSmall, explaining_oom, size_pool
 from engine.worker.runner import ModelRunner
 from engine.worker.warm_up import kv_budget_bytes
@@ -325,11 +325,13 @@ def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, mas
         parts = SAMPLED_BEFORE
         if index == 0:
             parts = [[token] for token in range(len(PROMPTS))]
-        shapes = None
+        changes = None
         if shaped:
-            shapes = StepShapes(_ROWS, _BANS, [] if index else [_SETUP])
+            changes = LogitChanges(_ROWS, _BANS, [] if index else [_SETUP])
         context_lens = [40 + index] * len(PROMPTS)
-        return step_of(parts, context_lens, sampling, shapes=shapes, is_masked=masked)
+        return step_of(
+            parts, context_lens, sampling, logit_changes=changes, is_masked=masked
+        )
 
     with runner_for(MODELS[SUPPORTED_MODELS[0]]) as runner:
         words = -(-runner.model_config.vocab_size // 32)

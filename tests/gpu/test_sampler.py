@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.logits_processing import NO_ROW, LogitShaper, SamplingRow, StepShapes
+from engine.core.logits_processing import NO_ROW, LogitChanges, LogitShaper, SamplingRow
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from protocol.messages import SamplingParams
@@ -75,14 +75,14 @@ VOCAB = 1003
 ROWS = 5
 
 
-def _shapes(is_first: bool) -> StepShapes:
+def _logit_changes(is_first: bool) -> LogitChanges:
     setups = [
         SamplingRow(0, [1, 2, 3], [3, 3], (0.5, 0.7, 1.3), {9: 4.0}, [5, 6]),
         SamplingRow(1, [], [], None, {1: -100.0, VOCAB - 1: 3.0}, []),
         SamplingRow(20, list(range(50)), [], (0.0, -1.0, 0.8), {}, [7]),
     ]
     bans = [True, False, False, True, False]
-    return StepShapes([0, NO_ROW, 1, 20, NO_ROW], bans, setups if is_first else [])
+    return LogitChanges([0, NO_ROW, 1, 20, NO_ROW], bans, setups if is_first else [])
 
 
 def _draws(device: str, masks: Any) -> list[list[int]]:
@@ -93,7 +93,7 @@ def _draws(device: str, masks: Any) -> list[list[int]]:
         logits = torch.randn(ROWS, VOCAB, generator=random).to(device)
         params = [SamplingParams(temperature=0.0)] * ROWS
         batch = SamplingBatch.from_params(params, [position] * ROWS, device)
-        shaping = shaper.prepare(_shapes(position == 0))
+        shaping = shaper.prepare(_logit_changes(position == 0))
         if masks is not None:
             shaping = shaper.masked(shaping, masks)
         draw_tokens.append(sample(logits, batch, shaping).token_ids.tolist())

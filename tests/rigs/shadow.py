@@ -203,7 +203,7 @@ class ShadowExecutor:
         assert not (slots < self.block_size).any(), "wrote to the null block"
         assert len(set(slots.tolist())) == len(slots), "wrote to a slot twice"
         self.pool.reshape(-1)[slots] = step.token_ids
-        for setup in step.shapes.setups if step.shapes else []:
+        for setup in step.logit_changes.setups if step.logit_changes else []:
             self._setups[setup.row] = setup
             self._counted[setup.row] = [*setup.prompt_ids, *setup.output_ids]
         tokens = [self._draw(step, index) for index in range(len(step.sampling))]
@@ -217,11 +217,13 @@ class ShadowExecutor:
         """
         context = self.context(step, int(step.sampled_sequences[index]))
         token = next_token(context, step.sampling[index].choice_index)
-        row = step.shapes.rows[index] if step.shapes else NO_ROW
-        if step.shapes is None or row == NO_ROW:
+        row = step.logit_changes.rows[index] if step.logit_changes else NO_ROW
+        if step.logit_changes is None or row == NO_ROW:
             return token
         setup = self._setups[row]
-        token = allowed(token, setup.stop_token_ids if step.shapes.bans[index] else ())
+        token = allowed(
+            token, setup.stop_token_ids if step.logit_changes.bans[index] else ()
+        )
         if setup.penalties is not None:
             assert self._counted[row] == context, "penalties of another context"
             self._counted[row].append(token)

@@ -12,13 +12,14 @@ class SamplingState:
 
     The randomness of a draw is a function of the seed in `params`, the choice, the
     position and the token, so no state of a random generator is stored. The ranks count
-    tokens for penalties; `ShapeBook` (logits_processing.py) assigns their state rows.
+    tokens for penalties, in state rows that `RowAllocator` (logits_processing.py)
+    assigns.
 
     Invariant: an unsent first token is the only output of its choice.
 
     Attributes:
         params: the parameters that are sent to the ranks for each draw, without bias
-            and grammar: `ShapeBook` sends the bias once, and only rank 0 needs the
+            and grammar: `RowAllocator` sends the bias once, and only rank 0 needs the
             grammar.
         unsent_first_token: the first token, if another server has drawn it and the
             client does not have it. The output processor sends it.

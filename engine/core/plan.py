@@ -23,7 +23,9 @@ class Scheduled:
         """Schedules the next `num_tokens` tokens of a sequence."""
         start = sequence.num_computed + sequence.num_launched
         is_last = num_tokens == sequence.num_uncomputed
-        return cls(sequence, start, num_tokens, sequence.draws_next if is_last else ())
+        return cls(
+            sequence, start, num_tokens, sequence.drawing_choices if is_last else ()
+        )
 
     @property
     def is_prompt(self) -> bool:

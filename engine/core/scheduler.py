@@ -356,7 +356,7 @@ class Scheduler:
 
     def recompute_in_place(self, sequence: Sequence) -> None:
         """Runs a receiving sequence without its pull. All READs must have ended."""
-        self.allocator.received(self.tables.fresh(sequence))
+        self.allocator.received(self.tables.fresh_blocks(sequence))
         del self.receiving[sequence.request_id]
         sequence.pull = None
         self._run(sequence)
@@ -373,7 +373,7 @@ class Scheduler:
             quarantine: whether the returned blocks become QUARANTINED. Otherwise they
                 stay RECEIVING.
         """
-        fresh_blocks = self.tables.fresh(sequence)
+        fresh_blocks = self.tables.fresh_blocks(sequence)
         blocks = without_null_blocks(sequence.block_ids)
         if quarantine:
             self.allocator.quarantine(fresh_blocks)

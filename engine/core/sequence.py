@@ -210,7 +210,7 @@ class Sequence:
         return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     @property
-    def draws_next(self) -> tuple["Sequence", ...]:
+    def drawing_choices(self) -> tuple["Sequence", ...]:
         """The choices that draw their next token when all tokens of this sequence are
         computed."""
         if self.request.max_tokens == 0:

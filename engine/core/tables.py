@@ -125,7 +125,7 @@ class BlockTables:
                 table[partial_entries] = [NULL_BLOCK] * num_partial
         return table
 
-    def fresh(self, sequence: Sequence) -> list[int]:
+    def fresh_blocks(self, sequence: Sequence) -> list[int]:
         """The blocks of a sequence that hold no KV yet."""
         num_cached = sequence.num_computed // self._block_size
         return without_null_blocks(

@@ -73,7 +73,7 @@ class StepSizes:
         of a step are left for prompts."""
         return max(1, min(self.max_streams - 1, self.max_tokens // 2, _MAX_STREAMS))
 
-    def streams(self, count: int, context: int) -> Load:
+    def stream_load(self, count: int, context: int) -> Load:
         """The load of `count` streams. Each has `context` tokens of KV, or as many as
         fit if that is fewer."""
         longest = min(self.max_len - 1, self.pool_tokens // count)
@@ -91,9 +91,9 @@ def measure(time_step: TimeStep, sizes: StepSizes) -> StepTimes:
     """Measures steps of an engine, the most important ones first."""
     decode = _measure_streams(time_step, sizes)
     max_count = max(row.streams for row in decode)
-    light = _MixedSteps(sizes.streams(1, _SHORT_CONTEXT))
-    crowded = _MixedSteps(sizes.streams(max_count, _SHORT_CONTEXT))
-    long = _MixedSteps(sizes.streams(max_count, _long_context(max_count)))
+    light = _MixedSteps(sizes.stream_load(1, _SHORT_CONTEXT))
+    crowded = _MixedSteps(sizes.stream_load(max_count, _SHORT_CONTEXT))
+    long = _MixedSteps(sizes.stream_load(max_count, _long_context(max_count)))
     additions = []
     if crowded.load.streams > light.load.streams:
         additions.append(crowded)
@@ -129,7 +129,7 @@ def _measure_streams(time_step: TimeStep, sizes: StepSizes) -> list[StreamTimes]
     points = dict[int, dict[int, Point]]()
     for get_context in (lambda count: _SHORT_CONTEXT, _long_context):
         for count in counts:
-            load = sizes.streams(count, get_context(count))
+            load = sizes.stream_load(count, get_context(count))
             row = points.setdefault(count, {})
             # Extrapolation to more streams needs two numbers of streams, so the first
             # two are measured even if no time is left.

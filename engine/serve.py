@@ -44,7 +44,7 @@ _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's sta
 # Longest wait for a failed engine's processes to exit, because clients and logs get
 # the exit status as the reason.
 _ENDING_TIMEOUT_S = 5.0
-_KILLED_STATUS = 130  # exit status after a second signal, as for `baton up`
+_KILLED_STATUS = 130  # exit status after a signal during the shutdown, as `baton up`
 RANK_MODULE = "engine.worker.worker"  # run by each rank process
 # Name of the thread that finds, downloads or converts the model.
 _RESOLVER_THREAD = "resolve-model"
@@ -147,11 +147,11 @@ class _Server:
             await asyncio.to_thread(self.processes.stop, self.settings.shutdown_grace_s)
 
     def _on_signal(self) -> None:
-        """The first signal starts an orderly shutdown. A second one kills all processes
+        """Starts an orderly shutdown. A signal during a shutdown kills all processes
         immediately."""
         if self.stop_requested.done():
             self.processes.kill()
-            lifecycle.report_failure("received a second signal during shutdown: killed")
+            lifecycle.report_failure("received a signal during the shutdown: killed")
             lifecycle.exit_now(_KILLED_STATUS)
         self._request_stop()
 
@@ -251,7 +251,7 @@ class _Server:
         watching = asyncio.ensure_future(self._watch_for_hang(client))
         await _wait_for_first(serving, self.stop_requested, self.failure)
         watching.cancel()
-        # Unregister first, because this server refuses new requests from now on.
+        # Unregister first, so that proxies send no new requests to this server.
         await unregister()
         deadline_s = self.loop.time() + self.settings.shutdown_grace_s / 2
         handing_over = asyncio.ensure_future(client.hand_over(deadline_s))

@@ -23,7 +23,7 @@ from engine.core.sequence import Sequence
 
 MAX_OVERTAKEN = 64
 LONG_PROMPT_TOKENS = 1024  # much shorter prompts may overtake prompts of this length
-_SHORTER_FACTOR = 4  # how many times shorter than the overtaken prompt they must be
+_SHORTER_FACTOR = 4  # a much shorter prompt is at least this many times shorter
 # A prompt token with logprobs counts as this many prompt tokens without logprobs. The
 # logits of the whole vocabulary are computed and sorted for each such token. With small
 # models, this takes longer than the model itself.

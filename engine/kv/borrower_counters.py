@@ -18,7 +18,9 @@ class BorrowerCounters:
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
-        self._totals: defaultdict[str, float] = defaultdict(float, _zeros(policy))
+        self._totals: defaultdict[str, float] = defaultdict(
+            float, _initial_totals(policy)
+        )
         self._transfer_seconds = EngineHistogram("baton_kv_transfer_seconds")
 
     def count_rejected_params(self) -> None:
@@ -69,7 +71,7 @@ class BorrowerCounters:
         return {**self._totals, **self._transfer_seconds.values()}
 
 
-def _zeros(policy: str) -> dict[str, float]:
+def _initial_totals(policy: str) -> dict[str, float]:
     """The counters that are exposed from the start, with the value 0.
 
     A Prometheus rate() misses the event with which a counter first appears. Some events

@@ -63,7 +63,8 @@ class Rates:
 
     def min_pull_tokens(self, peer: PeerKey) -> float:
         """The smallest number of tokens for which a pull from `peer` takes less time
-        than computing the tokens here; infinity if a pull never takes less time.
+        than computing the tokens here; infinity if a pull never takes less time. 1 if
+        the speed of this engine is not measured yet.
         """
         if self._mode == "never":
             return math.inf

@@ -40,8 +40,9 @@ LEASES = "baton_leases_held"  # a key of an engine's stats
 LEASES_POLL_INTERVAL_S = 0.02
 # Seconds within which an engine reports the leases of a request that has migrated.
 _SETTLE_S = 0.5
-# A client that leaves more than this many tokens of a choice unread is treated as too
-# slow. Alternatives in logprobs count as tokens. This many tokens take some megabytes.
+# A client is treated as too slow if it leaves more tokens of a call unread than this
+# number times the choices. Alternatives in logprobs count as tokens. This many tokens
+# take some megabytes.
 MAX_UNREAD = 1 << 14
 MAX_UNREAD_CHOICES = 32  # choices beyond this number do not raise a call's limit
 
@@ -420,7 +421,7 @@ class EngineClient:
         assert self.ready is not None
         return self.ready
 
-    def _take(self, message: EngineOutput) -> None:
+    def _on_message(self, message: EngineOutput) -> None:
         self._was_active = True
         match message:
             case Outputs(deltas, compiled):
@@ -464,7 +465,7 @@ class EngineClient:
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")
-                self._take(decode_output(await reader.readexactly(length)))
+                self._on_message(decode_output(await reader.readexactly(length)))
         except (OSError, asyncio.IncompleteReadError):
             # EngineProcesses reports why the engine's process ended.
             self._has_hung_up = True

@@ -185,7 +185,8 @@ def size_pool(
         groups: the KV groups of the model's layers.
 
     Raises:
-        MemoryTooSmall: not even one sequence of the requested length fits.
+        MemoryTooSmall: the requested pool does not fit, or the pool cannot hold one
+            sequence of --max-model-len tokens (of 2 tokens without this option).
     """
     requested_len = config.max_model_len or model_max_len
     num_blocks, source = _decide_num_blocks(
@@ -210,7 +211,7 @@ def size_pool(
         num_blocks=num_blocks + 1,
         max_model_len=max_len,
         explanation=(
-            f"KV pool: {_pool_tokens(config, groups, num_blocks)} in {num_blocks} "
+            f"KV pool: {_describe_tokens(config, groups, num_blocks)} in {num_blocks} "
             f"blocks of {config.tokens_per_block}, "
             f"{num_blocks * block_bytes / 2**20:.0f} MiB per rank ({source}); longest "
             f"sequence {max_len} tokens"
@@ -238,7 +239,7 @@ def _window_slack_tokens(config: EngineConfig) -> int:
     return 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
 
 
-def _pool_tokens(config: EngineConfig, groups: KVGroups, num_blocks: int) -> str:
+def _describe_tokens(config: EngineConfig, groups: KVGroups, num_blocks: int) -> str:
     tokens = num_blocks // groups.count * config.tokens_per_block
     if not groups.drops_blocks:
         return f"{tokens} tokens"

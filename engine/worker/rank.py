@@ -46,7 +46,7 @@ class Rank:
         links: RankLinks,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        parallel = _connect(config, rank, links)
+        parallel = _connect_ranks(config, rank, links)
         self.runner = ModelRunner(config, model_config, parallel, report)
         self._number = rank
         report("sizing the KV pool")
@@ -62,7 +62,7 @@ class Rank:
             PrefaultThread(pool).start()
         device_id = pool.device_id if on_gpu else None
         agent = NixlAgent(f"{config.engine_id}-{rank}", device_id=device_id)
-        self.compat = _compat(config, model_config, self.runner.groups.to_wire())
+        self.compat = _compat_record(config, model_config, self.runner.groups.to_wire())
         step_watch = self.runner.step_watch
         self.service = KVService(
             config,
@@ -127,7 +127,7 @@ def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetada
     return sorted(shared, key=lambda metadata: metadata.rank)
 
 
-def _connect(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
+def _connect_ranks(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device: str = config.device
     if config.device == "cuda":
         device = f"cuda:{config.devices[rank]}"
@@ -144,7 +144,7 @@ def _connect(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     )
 
 
-def _compat(
+def _compat_record(
     config: EngineConfig, model_config: ModelConfig, windows: tuple[int, ...]
 ) -> CompatRecord:
     return CompatRecord(

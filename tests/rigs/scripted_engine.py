@@ -88,7 +88,7 @@ class ScriptedEngine(EngineClient):
         self._script = script
         self._tasks: dict[str, asyncio.Task[None]] = {}
         if ready is not None:
-            self._take(ready)
+            self._on_message(ready)
 
     async def start(self, link: object = None) -> None: ...
 
@@ -100,7 +100,7 @@ class ScriptedEngine(EngineClient):
 
     def emit(self, message: EngineOutput) -> None:
         """Process a message as if it came from the engine."""
-        self._take(message)
+        self._on_message(message)
 
     def _write(self, message: EngineInput) -> None:
         self.check_alive()

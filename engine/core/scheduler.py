@@ -366,12 +366,8 @@ class Scheduler:
     ) -> list[int]:
         """Takes the blocks from a receiving sequence, while its READs may still write.
 
-        Returns the blocks that the READs may write to. The caller frees these blocks
-        when the READs have ended.
-
-        Args:
-            quarantine: whether the returned blocks become QUARANTINED. Otherwise they
-                stay RECEIVING.
+        Returns the blocks that the READs may write to. These blocks stay RECEIVING, or
+        become QUARANTINED. The caller frees them when the READs have ended.
         """
         fresh_blocks = self.tables.fresh_blocks(sequence)
         blocks = without_null_blocks(sequence.block_ids)

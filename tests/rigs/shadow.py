@@ -217,13 +217,12 @@ class ShadowExecutor:
         """
         context = self.context(step, int(step.sampled_sequences[index]))
         token = next_token(context, step.sampling[index].choice_index)
-        row = step.logit_changes.rows[index] if step.logit_changes else NO_ROW
-        if step.logit_changes is None or row == NO_ROW:
+        changes = step.logit_changes
+        row = changes.rows[index] if changes else NO_ROW
+        if changes is None or row == NO_ROW:
             return token
         setup = self._setups[row]
-        token = allowed(
-            token, setup.stop_token_ids if step.logit_changes.bans[index] else ()
-        )
+        token = allowed(token, setup.stop_token_ids if changes.bans[index] else ())
         if setup.penalties is not None:
             assert self._counted[row] == context, "penalties of another context"
             self._counted[row].append(token)

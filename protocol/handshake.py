@@ -383,7 +383,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     reason: str = ""
 
 
-class FrameError(ValueError):
+class MessageError(ValueError):
     """A message that is malformed or not authentic; the text has the reason."""
 
 
@@ -415,13 +415,13 @@ def open_request(message: bytes, secret: bytes) -> Request:
     """Returns the request in `message`.
 
     Raises:
-        FrameError: The message is malformed or not authentic.
+        MessageError: The message is malformed or not authentic.
     """
     _check_authentic(message, _REQUEST, secret)
     try:
         return _request_decoder.decode(message[_MAC_BYTES:])
     except msgspec.MsgspecError as error:
-        raise FrameError(f"request is malformed: {error}") from error
+        raise MessageError(f"request is malformed: {error}") from error
 
 
 def open_reply(message: bytes, secret: bytes) -> Reply:
@@ -431,12 +431,12 @@ def open_reply(message: bytes, secret: bytes) -> Reply:
     a valid MAC, and a forged Refused can only make a pull fail.
 
     Raises:
-        FrameError: The message is malformed or not authentic.
+        MessageError: The message is malformed or not authentic.
     """
     try:
         reply = _reply_decoder.decode(message[_MAC_BYTES:])
     except msgspec.MsgspecError as error:
-        raise FrameError(f"reply is malformed: {error}") from error
+        raise MessageError(f"reply is malformed: {error}") from error
     if not isinstance(reply, Refused):
         _check_authentic(message, _REPLY, secret)
     return reply
@@ -445,7 +445,7 @@ def open_reply(message: bytes, secret: bytes) -> Reply:
 def _check_authentic(message: bytes, label: bytes, secret: bytes) -> None:
     expected = _mac(label, message[_MAC_BYTES:], secret)
     if not hmac.compare_digest(message[:_MAC_BYTES], expected):
-        raise FrameError(
+        raise MessageError(
             "the MAC is wrong: the two engines have different cluster secrets; give "
             "both servers the same BATON_CLUSTER_SECRET"
         )

@@ -335,29 +335,29 @@ class Metrics:
             spec.name, spec.help, spec.labels, registry=self._registry, **options
         )
 
-    def begin(self, name: str, **labels: str) -> Any:
+    def expose_series(self, name: str, **labels: str) -> Any:
         """Exposes a series from now on, with the value 0 if it is new. Returns the
         series.
         """
         metric = self._metrics[name]
         return metric.labels(**labels) if labels else metric
 
-    def end(self, name: str, **labels: str) -> None:
+    def remove_series(self, name: str, **labels: str) -> None:
         """Stops exposing a series."""
         with contextlib.suppress(KeyError):
             self._metrics[name].remove(*(labels[label] for label in SPECS[name].labels))
 
     def inc(self, name: str, amount: float = 1, **labels: str) -> None:
         """Adds to a counter or a gauge."""
-        self.begin(name, **labels).inc(amount)
+        self.expose_series(name, **labels).inc(amount)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Sets a gauge."""
-        self.begin(name, **labels).set(value)
+        self.expose_series(name, **labels).set(value)
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
         """Adds one observation to a histogram."""
-        self.begin(name, **labels).observe(seconds)
+        self.expose_series(name, **labels).observe(seconds)
 
     def update_engine(self, values: Mapping[str, float]) -> None:
         """Stores the newest EngineStats.values; see `stat_key` for the keys."""

@@ -118,7 +118,7 @@ class LimitedKey(Key):
         self.min_priority = line.min_priority
         self.limits_tokens = line.tokens_per_minute is not None
 
-    def begin(self) -> Mapping[str, str]:
+    def begin_request(self) -> Mapping[str, str]:
         max_concurrent = self.line.max_concurrent
         if max_concurrent is not None and self._num_running >= max_concurrent:
             raise RateLimited(
@@ -143,7 +143,7 @@ class LimitedKey(Key):
         if per_minute is not None:
             self._tokens.settle(difference, per_minute)
 
-    def end(self) -> None:
+    def end_request(self) -> None:
         self._num_running -= 1
 
 

@@ -55,9 +55,9 @@ class ServerMetrics(Metrics):
         self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT)
         self.num_ended = 0
         for endpoint, outcome in product(endpoints, _OUTCOMES):
-            self.begin("baton_requests", endpoint=endpoint, outcome=outcome)
+            self.expose_series("baton_requests", endpoint=endpoint, outcome=outcome)
         for source in Usage().baton_kv():
-            self.begin("baton_kv_tokens", source=source)
+            self.expose_series("baton_kv_tokens", source=source)
 
     def add_ended(self, request: FinishedRequest) -> None:
         self._recent.append(request)

@@ -91,7 +91,7 @@ class Key:
         self.name = name
         self.is_admin = is_admin
 
-    def begin(self) -> Mapping[str, str]:
+    def begin_request(self) -> Mapping[str, str]:
         """Counts a new request, and returns headers for its response.
 
         Raises:
@@ -113,7 +113,7 @@ class Key:
         estimate, which may be negative.
         """
 
-    def end(self) -> None:
+    def end_request(self) -> None:
         """Counts the end of a request."""
 
 
@@ -166,7 +166,7 @@ class AccessGrant:
 
     def __exit__(self, *_: object) -> None:
         if self.charged_key is not None:
-            self.charged_key.end()
+            self.charged_key.end_request()
 
 
 _FULL_ACCESS = AccessGrant(None, is_admin=True)  # for all requests if there are no keys
@@ -264,7 +264,9 @@ class Access:
         self._keys: Mapping[bytes, Key] = {}
         self.set_keys(option_keys(options))
         if options.has_keys:
-            metrics.begin("baton_key_requests", key=UNKNOWN_KEY, outcome="unknown")
+            metrics.expose_series(
+                "baton_key_requests", key=UNKNOWN_KEY, outcome="unknown"
+            )
 
     async def watch(self) -> None:
         """Reloads the TLS files periodically, until the task is cancelled.
@@ -280,9 +282,13 @@ class Access:
         new_names = {key.name for key in keys.values()}
         for outcome in _OUTCOMES:
             for name in old_names - new_names:
-                self._metrics.end("baton_key_requests", key=name, outcome=outcome)
+                self._metrics.remove_series(
+                    "baton_key_requests", key=name, outcome=outcome
+                )
             for name in new_names:
-                self._metrics.begin("baton_key_requests", key=name, outcome=outcome)
+                self._metrics.expose_series(
+                    "baton_key_requests", key=name, outcome=outcome
+                )
         self._keys = keys
 
     def redaction(self, scope: Mapping[str, Any]) -> dict[str, str] | None:
@@ -338,7 +344,7 @@ class Access:
                     f"{path[:80]} needs an admin key, which {key.name} is not"
                 )
             outcome = "limited"
-            grant.headers = key.begin()
+            grant.headers = key.begin_request()
             grant.charged_key = key
             outcome = "accepted"
         finally:

@@ -52,7 +52,7 @@ class HttpServer(uvicorn.Server):
         descriptors_per_connection: Number of file descriptors that one connection
             needs. When descriptors run out, new connections wait in the kernel's
             backlog.
-        more: Additional arguments of uvicorn.Config.
+        uvicorn_options: Additional arguments of uvicorn.Config.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HttpServer(uvicorn.Server):
         certificate: Certificate,
         extra_body_bytes: int = 0,
         descriptors_per_connection: int = 1,
-        **more: Any,
+        **uvicorn_options: Any,
     ) -> None:
         self._descriptors_per_connection = descriptors_per_connection
         if options.cors_origin:
@@ -85,7 +85,7 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
             **certificate.for_uvicorn(),
-            **more,
+            **uvicorn_options,
         )
         super().__init__(config)
 

@@ -1,7 +1,7 @@
 """Facts about this machine or container: its cores, memory, caches and cluster secret.
 
-The caches store files that take long to make, such as converted models. Servers use the
-cluster secret to sign the messages that grant access to KV.
+The caches store files that take a long time to create, such as converted models.
+Servers use the cluster secret to sign the messages that grant access to KV.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile
 from pydantic import SecretStr
 
 MIN_SECRET_BYTES = 16
-# A server can listen on these addresses, but no client can connect to them.
+# A server can listen on these addresses, but other machines cannot connect to them.
 WILDCARDS = ("0.0.0.0", "::")
 _FIX = "set BATON_CACHE to a writable folder"
 _SECRET_FIX = (
@@ -23,7 +23,7 @@ _SECRET_FIX = (
 )
 
 
-class CannotKeep(OSError):
+class CannotStore(OSError):
     """A file cannot be stored. The message has the folder, the reason and the fix.
 
     Args:
@@ -73,7 +73,7 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
             _create_secret(path)
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise CannotKeep(
+        raise CannotStore(
             "this machine's cluster secret", path.parent, error, _SECRET_FIX
         ) from error
     # The secret is too short if the disk was full when the file was created, or if a

@@ -149,7 +149,7 @@ class Members:
         self._poller.unwatch(server)
         self.load_tracker.remove(server)
         for name in SERIES:
-            self._metrics.end(f"baton_proxy_upstream_{name}", **server.labels)
+            self._metrics.remove_series(f"baton_proxy_upstream_{name}", **server.labels)
         logger.info("%s has left", server)
 
     def _on_circuit(self, server: Server) -> None:

@@ -14,7 +14,7 @@ def create_upstreams(
 ) -> Upstreams:
     """Return the Upstreams, and expose every metric series with the value 0."""
     for name, labels in initial_series():
-        metrics.begin(name, **labels)
+        metrics.expose_series(name, **labels)
     return Upstreams(
         fleet=members.fleet,
         upstream=upstream,

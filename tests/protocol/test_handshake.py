@@ -15,10 +15,10 @@ from protocol.handshake import (
     CompatRecord,
     Complete,
     EngineMetadata,
-    FrameError,
     GetMetadata,
     LayoutRecord,
     LeaseEnded,
+    MessageError,
     Metadata,
     Ok,
     RankMetadata,
@@ -270,35 +270,35 @@ def test_property_message_with_a_changed_bit_is_refused(data):
     changed = bytearray(seal_request(REQUESTS[2], SECRET))
     bit = data.draw(st.integers(0, len(changed) * 8 - 1))
     changed[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(FrameError):
+    with pytest.raises(MessageError):
         open_request(bytes(changed), SECRET)
 
 
 @given(st.binary(max_size=200))
 def test_property_random_bytes_are_a_frame_error(message):
     for open_message in (open_request, open_reply):
-        with pytest.raises(FrameError):
+        with pytest.raises(MessageError):
             open_message(message, SECRET)
 
 
 def test_mac_of_a_request_is_not_valid_for_a_reply():
-    with pytest.raises(FrameError):
+    with pytest.raises(MessageError):
         open_request(seal_reply(Ok(nonce="n"), SECRET), SECRET)
     ok = Ok(nonce="n")
     reflected = seal_request(ok, SECRET)  # type: ignore[arg-type]
-    with pytest.raises(FrameError):
+    with pytest.raises(MessageError):
         open_reply(reflected, SECRET)
 
 
 def test_only_a_refusal_is_accepted_without_a_valid_mac():
     assert isinstance(open_reply(seal_reply(Refused(), b"other"), SECRET), Refused)
     for reply in REPLIES[:3]:
-        with pytest.raises(FrameError, match="secret"):
+        with pytest.raises(MessageError, match="secret"):
             open_reply(seal_reply(reply, b"other"), SECRET)
 
 
 @pytest.mark.parametrize("text", ["", "x" * 129])
 def test_length_of_ids_is_limited(text):
     sealed = seal_request(Renew(nonce="n", incarnation="i", lease_id=text), SECRET)
-    with pytest.raises(FrameError, match="lease_id"):
+    with pytest.raises(MessageError, match="lease_id"):
         open_request(sealed, SECRET)

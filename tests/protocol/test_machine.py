@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from model.hub import build_once
 from protocol.settings import machine
 from protocol.settings.machine import (
-    CannotKeep,
+    CannotStore,
     available_cores,
     cache_dir,
     cluster_secret,
@@ -42,11 +42,11 @@ def test_unwritable_folder_is_named_with_the_variable_to_set(tmp_path, monkeypat
     monkeypatch.setenv("BATON_CACHE", str(folder))
     reason = rf"in {folder} \(Not a directory\); "
     with pytest.raises(
-        CannotKeep, match=rf"cluster secret {reason}set BATON_CLUSTER_SECRET, or"
+        CannotStore, match=rf"cluster secret {reason}set BATON_CLUSTER_SECRET, or"
     ):
         cluster_secret(None)
     fix = "set BATON_CACHE to a writable folder"
-    with pytest.raises(CannotKeep, match=f"converted model {reason}{fix}"):
+    with pytest.raises(CannotStore, match=f"converted model {reason}{fix}"):
         build_once(cache_dir() / "model", "key", lambda scratch: None)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
 
-from protocol.handshake import FrameError, Reply, Request, open_reply, seal_request
+from protocol.handshake import MessageError, Reply, Request, open_reply, seal_request
 from protocol.ipc.wire import (
     Waker,
     Wire,
@@ -246,7 +246,7 @@ class LeaseClient:
         for message in messages:
             try:
                 reply = open_reply(message, self._secret)
-            except FrameError as error:
+            except MessageError as error:
                 logger.warning(
                     "side channel: closing the connection to %s:%d after an invalid "
                     "reply: %s",

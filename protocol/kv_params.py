@@ -273,7 +273,7 @@ def is_prefill_request(obj: object) -> bool:
 
 
 def transfer_id(obj: object) -> str | None:
-    """Returns the transfer id by which the sender can cancel the prefill, or None."""
+    """Returns the id for cancelling the prefill; None if it is absent or invalid."""
     name = obj.get("transfer_id") if isinstance(obj, dict) else None
     is_valid = isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID_CHARS
     return name if is_valid else None

@@ -25,7 +25,8 @@ class Grammar(msgspec.Struct, frozen=True):
     Attributes:
         text: The content of the grammar. By `kind`: a schema as JSON text, a regex, the
             choices as a JSON array of strings, a grammar in Lark or EBNF form, or a
-            `DemandedCalls` as JSON (`calls`). Empty for `json_object` and `any`.
+            `DemandedCalls` as JSON (`calls`). Empty for `json_object`, and for `any`,
+            which permits every text.
         allowed: The tokens that may be sampled; empty: all tokens.
         reasoning: The reasoning that may precede the output; empty: none. "open": the
             prompt ends inside the reasoning. "perhaps": the output may begin with

@@ -33,7 +33,8 @@ from protocol.messages import KVUsage, TokenDelta, TokenLogprobs
 # frames.
 HEADER = "x-baton-frames"
 MEMBER = "baton_resume"  # member of a request's body
-# Limit on the total size of a stream's texts. A larger stream cannot fail over.
+# Limit on the total size of the texts of a stream's frames. A larger stream cannot fail
+# over.
 MAX_HISTORY_BYTES = 1 << 20
 FAILOVER_PREFIX = b"!"  # of texts after which another server may continue
 DIED = b"!died"  # the engine has ended

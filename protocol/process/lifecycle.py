@@ -39,7 +39,7 @@ PARENT_FD = "BATON_PARENT_FD"
 TAIL_LINES = 40  # how many of a child's last lines are kept
 # The signal by which a parent ends a child that has called `end_on_alarm`.
 ALARM = signal.SIGALRM
-_REPEAT_ALARM_S = 0.01  # delay of an ALARM to this process itself; see _on_unraisable
+_REPEAT_ALARM_S = 0.01  # delay until this process sends itself a dropped ALARM again
 # Maximum time for reporting the end of a VitalThread. If the process that reads the
 # report is suspended (SIGSTOP), a write may never return.
 _MAX_REPORT_S = 5.0

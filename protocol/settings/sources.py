@@ -113,6 +113,7 @@ def split_list(value: Any) -> Any:
 
 
 _Item = TypeVar("_Item")
+# The type of an option that has several values; see `split_list`.
 Listed = Annotated[tuple[_Item, ...], NoDecode, BeforeValidator(split_list)]
 
 

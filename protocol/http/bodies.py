@@ -110,7 +110,7 @@ class Bodies:
         self._held_limit_bytes = held_limit_bytes
         # Received bytes by connection, in the order in which the bodies began.
         self._unfinished_bytes: dict[Connection, int] = {}
-        self._total_bytes = 0
+        self._total_unfinished_bytes = 0
         # Bytes of each complete body, by the task that serves the request.
         self._held_bytes: dict[asyncio.Task[Any] | None, int] = {}
 
@@ -122,8 +122,8 @@ class Bodies:
         """
         received_bytes = self._unfinished_bytes.get(connection, 0)
         self._unfinished_bytes[connection] = received_bytes + num_bytes
-        self._total_bytes += num_bytes
-        while self._total_bytes > self._unfinished_limit_bytes:
+        self._total_unfinished_bytes += num_bytes
+        while self._total_unfinished_bytes > self._unfinished_limit_bytes:
             oldest = next(iter(self._unfinished_bytes))
             self.remove(oldest)
             message = (
@@ -135,7 +135,7 @@ class Bodies:
 
     def remove(self, connection: Connection) -> None:
         """Stops counting a body that is complete, or that lost its connection."""
-        self._total_bytes -= self._unfinished_bytes.pop(connection, 0)
+        self._total_unfinished_bytes -= self._unfinished_bytes.pop(connection, 0)
 
     def hold(self, num_bytes: int) -> None:
         """Counts a complete body until the current task, that of the request, ends.

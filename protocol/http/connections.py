@@ -95,7 +95,7 @@ class _BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)
         self._is_in_body = False
         self._is_given_up = False  # the rest of the arriving body will be dropped
-        self._keeps_alive = True  # the connection stays open after the arriving body
+        self._keeps_alive = True  # the connection stays open after the current request
         self._head_bytes = 0  # bytes of the head, or of excessive chunk framing
         self._piece_bytes = 0  # bytes that have arrived since the timeout began
         self._dropped_bytes = 0

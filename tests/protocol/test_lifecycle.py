@@ -82,7 +82,7 @@ def test_child_is_watched_and_reaped_even_if_the_callback_raises(capfd):
     )
     assert child.exited.wait(DEADLINE_S)
     assert lifecycle.terminate([child], 0.0)
-    assert "cannot take progress" in capfd.readouterr().err
+    assert "unexpected event progress" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

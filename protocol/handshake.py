@@ -61,7 +61,7 @@ class LayoutRecord(msgspec.Struct, frozen=True):
     order: str  # permutation of AXES ending in D, outermost axis first
     num_blocks: int  # B, including the null block
     num_heads: int  # H, KV heads on this rank (1 for MLA)
-    num_layers: int  # L
+    num_layers: int  # L, layers of the largest layer group (kvcache/groups.py)
     num_components: int  # C: 2 (K, V) or 1 (MLA latent)
     block_size: int  # N, tokens per block, 1..256
     head_dim: int  # D, elements per head and token

@@ -201,11 +201,11 @@ class RoutingOptions(WaitOptions):
     prompts, for servers that do not report a target (s)
     """
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
-    """number of prompt prefixes that the proxy remembers, in blocks of 512 bytes of
-    text; each takes about 200 bytes of memory
+    """number of blocks of prompt text, 512 bytes each, that the proxy remembers to find
+    cached prefixes. A block takes about 200 bytes of memory
     """
     max_resumes: int = Field(3, ge=0, le=100)
-    """how often a stream that has lost its decode server may continue on another decode
+    """how many times a stream may lose its decode server and continue on another decode
     server (0: the stream ends)
     """
     ui: bool = True

@@ -130,9 +130,7 @@ class DecodeSettings(DecodeOptions, EngineSettings):
 
 
 class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
-    """The proxy: one OpenAI-compatible endpoint in front of prefill and decode
-    servers.
-    """
+    """The proxy: one OpenAI-compatible endpoint for all prefill and decode servers."""
 
     port: Port = 8000
     prefill: sources.Listed[sources.ServerUrl] = ()
@@ -221,9 +219,7 @@ class DecodeGroup(DecodeOptions, _Group):
 class UpSettings(
     ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings
 ):
-    """A local cluster: prefill servers, decode servers and the proxy on this
-    machine.
-    """
+    """A local cluster: prefill servers, decode servers and a proxy on one machine."""
 
     port: Port = 8000
     start_timeout_s: Seconds = 600.0

@@ -262,7 +262,7 @@ class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 
 
 class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
-    """Requests digests of KV, for the tokens from `token_start` to `token_stop`.
+    """Requests digests of the KV of the tokens from `token_start` to `token_stop - 1`.
 
     If the request is repeated while the digests are being computed, the engine does not
     compute them twice.

@@ -1,5 +1,5 @@
-"""`kv_transfer_params`: the reference to a prompt's KV, which a prefill server sends
-through the proxy to a decode server.
+"""`kv_transfer_params`: a reference to a prompt's KV. A prefill server sends the
+reference through the proxy to a decode server.
 
 The flow and the names of the common members are those of vLLM. Therefore any proxy that
 relays the object unchanged can drive Baton's servers. Proxies in some languages write

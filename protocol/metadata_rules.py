@@ -51,7 +51,9 @@ def _choice_rule(field: str, value: str, allowed: Iterable[str]) -> _Rule:
 
 
 def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
-    """Yields the rules. A rule may rely on the rules before it, which are satisfied."""
+    """Yields the rules. Each rule may rely on the rules before it, because the caller
+    stops at the first rule that is not satisfied.
+    """
     yield _Rule(
         "protocol_version",
         metadata.protocol_version,

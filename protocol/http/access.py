@@ -109,8 +109,8 @@ class Key:
         return {}
 
     def settle(self, difference: int) -> None:
-        """Adds `difference` to an earlier charge: the request's actual tokens minus the
-        estimate, which may be negative.
+        """Adds `difference`, which may be negative, to an earlier charge: the request's
+        actual tokens minus the estimate.
         """
 
     def end_request(self) -> None:
@@ -131,7 +131,7 @@ class AccessGrant:
         self.min_priority = None if key is None else key.min_priority
         # Digest of the key if caches are salted by key; see cache_salt.py.
         self.salting_key = b""
-        # The key to which this request is charged; None if no key is.
+        # The key that this request is charged to; None if the request is not charged.
         self.charged_key: Key | None = None
         self.headers: Mapping[str, str] = {}  # for the response
         self._num_charged = 0
@@ -301,8 +301,8 @@ class Access:
     def admit(self, scope: MutableMapping[str, Any]) -> AccessGrant:
         """Checks and counts an ASGI request, and returns its grant.
 
-        The scope stores the grant for `grant_of`. The caller enters the grant as a
-        context.
+        The scope stores the grant for `grant_of`. The caller must serve the request in
+        a `with` block of the grant.
 
         Raises:
             Unauthorized, Forbidden, RateLimited: The request must not be served.
@@ -341,7 +341,7 @@ class Access:
             outcome = "forbidden"
             if path.startswith(ADMIN_PATHS) and not key.is_admin:
                 raise Forbidden(
-                    f"{path[:80]} needs an admin key, which {key.name} is not"
+                    f"{path[:80]} needs an admin key, but {key.name} is not one"
                 )
             outcome = "limited"
             grant.headers = key.begin_request()

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPAN_TOKENS = 64  # tokens between two marks in the first 4,096 tokens of a prompt
-# Spans become longer along a prompt, which bounds the number of marks: their length
-# doubles at each position that is this many times the current length.
+# Spans become longer along a prompt, which bounds the number of marks. The length of
+# spans doubles at each position that is this many times the current length.
 _DOUBLING_RATIO = 64
 
 

@@ -54,7 +54,7 @@ class OutputQueue:
         self._fd = fd
         self._describe = describe
         self._max_queued_bytes = max_queued_bytes
-        # Reentrant, because a signal handler may write while its thread is in `put`.
+        # Reentrant, because a signal handler may interrupt `put` and call it again.
         self._changed = threading.Condition(threading.RLock())
         self._texts: deque[bytes] = deque()
         self._num_bytes = 0  # bytes in `_texts` and in the batch that is being written

@@ -79,7 +79,7 @@ class BatonSettings(Options, BaseSettings):
         cls, settings_cls: type[BaseSettings], **default_sources: Any
     ) -> tuple[Any, ...]:
         # `load` passes the values of the file as arguments (init_settings), and the
-        # command line as an additional source, which precedes these two sources.
+        # command line as an additional source with precedence over these two.
         return default_sources["env_settings"], default_sources["init_settings"]
 
 

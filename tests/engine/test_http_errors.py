@@ -42,7 +42,7 @@ class RetainingHooks(ServerHooks):
     def prepare(self, request: Any, adds: Any, ready: Any) -> Any:
         return [replace(add, retain_kv=True) for add in adds]
 
-    def finish(self, finals: Any) -> dict[str, Any]:
+    def response_members(self, last_deltas: Any) -> dict[str, Any]:
         return (
             {}
             if self._num_bytes is None

@@ -256,7 +256,8 @@ class Offers(Generic[R]):
         The lease of an offer that is given up is aborted once the lease is sealed.
 
         Args:
-            lease_or_transfer_id: The transfer id if the reader has no lease id yet.
+            lease_or_transfer_id: The id of the lease or the transfer id, whichever the
+                reader has sent.
             keeps_offer: Keep the offer, because a different reader may subscribe.
         """
         transfer_id = self._transfer_ids.get(lease_or_transfer_id, lease_or_transfer_id)

@@ -228,8 +228,8 @@ class Host:
         ucx_environment: The UCX_ variables of this process.
         shm_bytes: Free bytes of /dev/shm.
         memlock_bytes: Limit of locked memory (`ulimit -l`); -1: unlimited.
-        can_read_peers: This process may read the memory of other processes of the same
-            user. Mapping a peer's pool on the CPU needs this permission.
+        can_read_peers: kernel.yama.ptrace_scope is at most 1, so this process is
+            expected to be able to map the memory of processes of the same user.
         rdma_usable: /dev/infiniband has device files. In a container, the files may be
             missing although the host has RDMA devices.
     """
@@ -289,9 +289,9 @@ def _ucx_modules() -> tuple[str, ...]:
 
 
 def _ptrace_scope() -> int:
-    """The value of the kernel setting kernel.yama.ptrace_scope; 0 without Yama.
+    """The value of the Linux setting kernel.yama.ptrace_scope; 0 without Yama.
 
-    With 0 or 1, a process may read the memory of processes of the same user.
+    Above 1, a process without CAP_SYS_PTRACE may not attach to any other process.
     """
     try:
         return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())

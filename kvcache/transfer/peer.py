@@ -56,8 +56,8 @@ class Peer:
         # The ranks of the peer that this rank reads from.
         self._owners = sorted({owner for group in groups for owner in group.owners})
         self._planner: Planner | None = None
-        # After a link has failed, the next link is always probed, so that READs of the
-        # null block test the connection before pulls use it.
+        # After a link has failed, all later links are probed, so that READs of the null
+        # block test a connection before pulls use it.
         self._has_link_failed = False
 
     # -- plans
@@ -82,7 +82,8 @@ class Peer:
         Marks the pull's blocks as used in the pool.
 
         Raises:
-            PeerIncompatible: no plan can move KV between the two geometries.
+            PeerIncompatible: no plan can move KV between the two geometries, or a block
+                table of the pull does not fit.
         """
         groups = self.rank.endpoint.groups
         token_ranges = groups.token_ranges(

@@ -194,7 +194,7 @@ class PeerLink:
         self._rank.wake()
 
     def _connect(self, agent: TransferAgent) -> None:
-        """Adds the server's ranks as peers of the agent, and measures the link."""
+        """Connects to all `ranks`, and measures the link if `probes`."""
         for endpoint in self._ranks:
             agent_metadata = self._metadata.ranks[endpoint.rank].agent_metadata
             self._agent_names[endpoint.rank] = agent.add_peer(agent_metadata)

@@ -49,7 +49,7 @@ _GPU_NAP_S = 0.00002
 # While a batch is computed, naps are longer, because the engine's thread needs the
 # interpreter's lock.
 _GPU_BUSY_NAP_S = 0.00005
-# The nap while all jobs are stopped or wait for a link, and after each failure.
+# The nap after each failure, and while no job can post and a job is being stopped.
 _STUCK_NAP_S = 0.02
 # A link is closed if all READs over the link have hung for this long, and a stopped job
 # waits for one of these READs to end.
@@ -341,7 +341,7 @@ class TransferWorker:
         """Makes jobs read straight into the pool if the owner of staging memory hangs.
 
         The owner is the job that uses the staging memory; the other jobs wait for it.
-        The owner also counts as hanging if it has posted nothing because READs of other
+        The owner also counts as hanging if it has no active READs and READs of other
         jobs from the same peer hang. A job that has to convert KV cannot do without
         staging memory. It fails if the owner is stopping, because the memory stays in
         use.

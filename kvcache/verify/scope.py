@@ -143,7 +143,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _seeds(self) -> U64s:
-        """One seed for each KeyKind, derived from the lease id."""
+        """Seeds that are derived from the lease id, indexed by KeyKind."""
         digest = hashlib.blake2b(self.lease_id.encode()).digest()
         return np.frombuffer(digest, np.uint64)
 

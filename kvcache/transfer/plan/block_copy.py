@@ -138,8 +138,8 @@ def pieces(
     """Cuts tokens [start, stop) at every multiple of every block size.
 
     Returns:
-        For each length of pieces that occurs: (length, the first token of each piece of
-        this length).
+        One tuple for each length that occurs: (number of tokens in a piece, the first
+        token of each piece of this length).
     """
     if start >= stop:
         return ()

@@ -181,7 +181,7 @@ def check_endpoints(
 
 
 def _check_elements(name: str, local_value: object, peer_value: object) -> None:
-    """Raises PlanError if dtypes or scales differ; for peers that are not converted."""
+    """Raises PlanError if dtypes or scales differ; unused if KV may be converted."""
     if local_value != peer_value:
         raise PlanError(
             f"KV {name} is {local_value} here and {peer_value} on the peer; start both "

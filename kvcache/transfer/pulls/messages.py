@@ -126,7 +126,7 @@ class PullBegun(msgspec.Struct, frozen=True):
 class PullSealed(msgspec.Struct, frozen=True):
     """P has computed the whole prompt, and the lease has all blocks of the prompt.
 
-    The pull next reads the blocks of the last cut; then the fence follows.
+    Once the last cut has been read, the fence follows.
     """
 
     pull_id: str

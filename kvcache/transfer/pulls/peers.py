@@ -35,9 +35,9 @@ _MAX_IDLE = 1024
 # Arguments of this log line: engine id, host, port, number of failures.
 CIRCUIT_OPENED = (
     "KV pulls from prefill server %s (%s:%d) failed %d times in a row; recomputing its "
-    "prompts locally and retrying with backoff. Its side channel answers, so check "
-    "that this host reaches its transfer ports (UCX_TCP_PORT_RANGE), and the network "
-    "devices (UCX_NET_DEVICES) on both hosts."
+    "prompts locally and retrying with backoff. The handshake with it succeeded, so "
+    "check that this host reaches its transfer ports (UCX_TCP_PORT_RANGE), and the "
+    "network devices (UCX_NET_DEVICES) on both hosts."
 )
 
 
@@ -94,7 +94,7 @@ class PeerRecord:
         return self.is_handshaking or self.metadata is not None or self.is_announced
 
     def record_pull_failure(self, now: float) -> bool:
-        """Counts a failed pull; returns True if that opens the circuit breaker.
+        """Counts a failed pull; returns True if that opens a closed circuit breaker.
 
         The metadata may be wrong, so the next pull repeats the handshake.
         """

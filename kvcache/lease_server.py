@@ -92,7 +92,7 @@ class LeaseServer:
         bind_host: The local address to listen on; None: `host`.
         start_digest: Starts to compute a digest of the KV in blocks, and later calls
             `on_sums` from any thread.
-        max_tokens: Largest number of tokens in a lookup.
+        max_lookup_tokens: Largest number of tokens in a lookup.
 
     Attributes:
         lookups: Lookups that the engine must answer with `answer_lookup`, each with the
@@ -109,7 +109,7 @@ class LeaseServer:
         on_event: Callable[[], None] | None = None,
         bind_host: str | None = None,
         start_digest: StartDigest = _no_digest,
-        max_tokens: int = 0,
+        max_lookup_tokens: int = 0,
     ) -> None:
         self._host = host
         self._metadata = metadata
@@ -130,7 +130,7 @@ class LeaseServer:
         # The connections that wait for a digest, by the nonce of the request.
         self._digesting: dict[str, Wire] = {}
         # A token id takes at most 5 bytes.
-        self._max_lookup_bytes = _MAX_REQUEST_BYTES + 5 * max_tokens
+        self._max_lookup_bytes = _MAX_REQUEST_BYTES + 5 * max_lookup_tokens
         self.lookups: deque[tuple[Lookup, Wire]] = deque()
         # Calls that any thread has queued for the server's thread.
         self._calls: deque[Callable[[], None]] = deque()

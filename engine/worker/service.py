@@ -118,7 +118,7 @@ class KVService:
             on_event=wake,
             bind_host=config.side_channel_host,
             start_digest=self._coordinator.digest,
-            max_tokens=layout.num_blocks * config.tokens_per_block,
+            max_lookup_tokens=layout.num_blocks * config.tokens_per_block,
         )
         leases.start()
         self.side_channel_port = leases.address[1]

@@ -226,7 +226,7 @@ class Engine:
             secret,
             lease_clock,
             start_digest=self.coordinator.digest,
-            max_tokens=num_blocks * block_size * dcp,
+            max_lookup_tokens=num_blocks * block_size * dcp,
         )
         self.leases.start()
         self._work.start()

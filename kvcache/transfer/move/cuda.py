@@ -30,8 +30,10 @@ def can_batch_copies() -> bool:
     return hasattr(_library(), "cuMemcpyBatchAsync")
 
 
-def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> None:
-    """Queues copies of `width` bytes each on a stream, for the copy engines.
+def copy_runs(
+    sources: IntArray, targets: IntArray, run_bytes: int, stream: int
+) -> None:
+    """Queues copies of `run_bytes` bytes each on a stream, for the copy engines.
 
     The copies of a call are made in no particular order.
 
@@ -39,7 +41,7 @@ def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> 
         sources, targets: i64[n]: the addresses of each copy.
         stream: the handle of the CUDA stream.
     """
-    widths = np.full(len(sources), width)
+    lengths = np.full(len(sources), run_bytes)
     # One set of attributes is enough: it applies to the first copy and all later
     # copies.
     first_copy = np.zeros(1, np.int64)
@@ -51,7 +53,7 @@ def copy_runs(sources: IntArray, targets: IntArray, width: int, stream: int) -> 
         "cuMemcpyBatchAsync",
         _pointer(targets),
         _pointer(sources),
-        _pointer(widths),
+        _pointer(lengths),
         c_size_t(len(sources)),
         _pointer(attributes),
         _pointer(first_copy),

@@ -255,10 +255,10 @@ def axes_of(copy: BlockCopy) -> dict[str, int]:
     """The sizes of a piece, by the axes' letters as in kvcache/layout.py."""
     layout = copy.source
     return {
-        "H": copy.heads,
+        "H": copy.num_heads,
         "L": layout.num_layers,
         "C": layout.num_components,
-        "N": copy.tokens,
+        "N": copy.num_tokens,
     }
 
 

@@ -54,7 +54,7 @@ class Side(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copies of equal pieces: each has `tokens` tokens of `heads` heads.
+    """Copies of equal pieces: each has `num_tokens` tokens of `num_heads` heads.
 
     A piece has all layers and components of its tokens and heads.
     """
@@ -62,16 +62,16 @@ class BlockCopy(NamedTuple):
     owner: int  # the rank of P that has the source; unused if the source is a slot
     source: KVLayout
     target: KVLayout
-    heads: int
-    tokens: int
+    num_heads: int
+    num_tokens: int
     sources: IntArray  # i64[n]: byte offset of each piece in the source
     targets: IntArray  # i64[n]: byte offset of each piece in the target
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of one piece, in the source's dtype."""
-        token_bytes = self.heads * self.source.token_bytes // self.source.num_heads
-        return self.tokens * token_bytes
+        token_bytes = self.num_heads * self.source.token_bytes // self.source.num_heads
+        return self.num_tokens * token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +84,7 @@ class BlockCopy(NamedTuple):
 
     @property
     def shape(self) -> "Shape":
-        return shape_of(self.source, self.target, self.heads, self.tokens)
+        return shape_of(self.source, self.target, self.num_heads, self.num_tokens)
 
 
 class Axis(NamedTuple):
@@ -158,7 +158,7 @@ def cut(
     owner: int,
     source: Side,
     target: Side,
-    heads: int,
+    num_heads: int,
     tokens: range,
     is_from_owner: IntArray | None = None,
 ) -> Iterator[BlockCopy]:
@@ -166,7 +166,7 @@ def cut(
 
     Args:
         owner: as in BlockCopy.
-        heads: number of heads to copy.
+        num_heads: number of heads to copy.
         is_from_owner: bool[n]: whether each block of the source is read from this
             owner; None: all blocks are.
     """
@@ -180,8 +180,8 @@ def cut(
                 owner=owner,
                 source=source.layout,
                 target=target.layout,
-                heads=heads,
-                tokens=length,
+                num_heads=num_heads,
+                num_tokens=length,
                 sources=source.byte_offsets(starts),
                 targets=target.byte_offsets(starts),
             )
@@ -357,15 +357,17 @@ def count_descriptors(copies: Iterable[BlockCopy]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def shape_of(source: KVLayout, target: KVLayout, heads: int, tokens: int) -> Shape:
+def shape_of(
+    source: KVLayout, target: KVLayout, num_heads: int, num_tokens: int
+) -> Shape:
     """The shape of a piece of a copy. Both sides must have the same dtype."""
     source_strides = source.byte_strides
     target_strides = target.byte_strides
     sizes = {
-        "H": heads,
+        "H": num_heads,
         "L": source.num_layers,
         "C": source.num_components,
-        "N": tokens,
+        "N": num_tokens,
     }
     axes = [
         Axis(size, source_strides[name], target_strides[name])

@@ -165,8 +165,8 @@ def probe(
         owner=0,
         source=layout,
         target=layout,
-        heads=layout.num_heads,
-        tokens=layout.block_size,
+        num_heads=layout.num_heads,
+        num_tokens=layout.block_size,
         sources=start,
         targets=start,
     )

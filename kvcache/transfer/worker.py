@@ -383,7 +383,10 @@ class TransferWorker:
     def _report_end_with_digest(
         self, pull_id: str, scope: Scope, blocks: Sequence[int], **fields: Any
     ) -> None:
-        """Computes a digest, then reports the end of a Pull or of a DigestOrder."""
+        """Begins a digest. When it is computed, the end of the order is reported.
+
+        The order is a Pull or a DigestOrder.
+        """
 
         def report(part: DigestPart | None) -> None:
             if part is None:

@@ -95,7 +95,7 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
     return Link(path, source, target, size.kv_bytes / seconds, way=way)
 
 
-def links(host: Host, nbytes: int) -> list[Link]:
+def measure_links(host: Host, nbytes: int) -> list[Link]:
     """Measures the paths "mapped" and "nixl" between two GPUs of this machine.
 
     With a single GPU, that GPU is both source and target. Without a GPU, the CPU is
@@ -181,7 +181,7 @@ def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
     If no path that `transfer` allows works, returns a phrase for the report instead.
 
     Args:
-        transfer: The value of --transfer: "auto" or "nixl".
+        transfer: "auto" or "nixl", which are the defaults of --transfer.
     """
     allowed_paths = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
     working_paths = (
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report. Returns 1 if all measured transfers failed, else 0."""
     settings = parse(DoctorSettings, argv, prog="baton doctor")
     host = inspect_host()
-    measured_links = links(host, settings.nbytes) if settings.measure else []
+    measured_links = measure_links(host, settings.nbytes) if settings.measure else []
     notes = advice(host, measured_links)
     report = {
         "host": asdict(host),

@@ -27,7 +27,7 @@ class ModelsSettings(BatonSettings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the architectures, or a summary of the model.
 
-    Returns the exit status: 1 if the model is not supported.
+    Returns the exit status: 1 if the options or the model cannot be used.
     """
     settings = parse(ModelsSettings, argv, prog="baton models")
     try:

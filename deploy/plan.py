@@ -38,7 +38,8 @@ class Model(NamedTuple):
     total_kv_heads: int  # 1 for MLA
     num_components: int  # 2 (K and V) or 1 (MLA latent)
     head_dim: int  # elements; for MLA, kv_lora_rank plus the RoPE part
-    windows: tuple[int | None, ...] = (None,)  # attention window of each KV group
+    # Attention window of each KV group, in tokens; None: the group sees all tokens.
+    windows: tuple[int | None, ...] = (None,)
 
 
 class Geometry(GeometryOptions):
@@ -129,7 +130,8 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         auto_dtype: The dtype of a geometry with `dtype` "auto".
 
     Raises:
-        PlanError: No transfer between the two geometries is possible.
+        PlanError: `hit_tokens` exceeds `tokens`, or no transfer between the two
+            geometries is possible.
     """
     hit = settings.hit_tokens
     tokens = settings.tokens

@@ -184,7 +184,7 @@ class ProxyApp:
                 content_type = (b"content-type", CONTENT_TYPE.encode())
                 members.update_metrics()
                 await reply.answer(200, [content_type], self.metrics.expose())
-            case _ if is_read and (models := members.models(path)):
+            case _ if is_read and (models := members.models_answer(path)):
                 await reply.answer_json(200, models)
             case _ if path in self._site.paths:
                 await self._site.answer(scope, reply)

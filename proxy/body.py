@@ -108,7 +108,7 @@ def sanitize(body: Body, min_priority: int | None = None) -> tuple[Body, bool]:
 
 
 def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
-    """Return the body with a `cache_salt` of its API key, so that keys share no KV.
+    """Return the body with a `cache_salt` that separates the KV of API keys.
 
     The new salt is derived from `salting_key` and the request's own `cache_salt`. If
     the request's salt is invalid, the body is returned unchanged, so that the server
@@ -129,11 +129,11 @@ def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
 def with_prompt_limit(
     body: Body, path: str, find_context: Callable[[], int | None]
 ) -> Body:
-    """Replace a request for truncation to the context by a prompt limit in tokens.
+    """Set a prompt limit in tokens if the body requests truncation to the context.
 
-    Bodies without such a request are returned unchanged. The proxy computes the limit,
-    because servers would truncate the prompt to different lengths: the legs have
-    different token limits, and servers may have different contexts.
+    Other bodies are returned unchanged. The proxy computes the limit, because servers
+    would truncate the prompt to different lengths: the legs have different token
+    limits, and servers may have different contexts.
 
     Args:
         find_context: returns the context length in tokens; None if it is unknown.
@@ -195,7 +195,7 @@ def prefill_leg(
 
 
 def _is_token_limit(value: bytes) -> bool:
-    """Return whether a server accepts this JSON text as a token limit."""
+    """Return whether this JSON text is a token limit of at least 1."""
     return value.isdigit() and len(value) <= 10 and 1 <= int(value) <= MAX_TOKENS_LIMIT
 
 
@@ -229,10 +229,10 @@ def decode_leg(
     """Return the body of the decode leg.
 
     A Baton server is informed that this proxy, and not the server, releases the lease:
-    the proxy may offer the KV to another server if this one fails.
+    the proxy may offer the KV to another server if this server fails.
 
     Args:
-        params: the prefill server's kv_transfer_params; None without a prefill.
+        params: kv_transfer_params of the KV to pull; None if there is none.
         resume: the signed frames of a stream that the server continues.
         is_foreign: the server is vLLM's and gets `params` unchanged.
     """
@@ -345,8 +345,8 @@ def num_prompts(body: Body) -> int:
 def priority(body: Body) -> int | None:
     """Return the priority, 0 by default; smaller is more urgent.
 
-    None if the priority is not a number. Baton servers refuse such a request, but other
-    servers might serve it.
+    None if the priority is not an integer, or has more than 10 digits. Baton servers
+    refuse such a request, but other servers might serve it.
     """
     text = member(body, "priority")
     if text == b"null":

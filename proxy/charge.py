@@ -21,7 +21,7 @@ def charged(
     Args:
         num_prompt_tokens: an estimate, which also counts in the end if the answer does
             not report the number.
-        num_reserved: tokens that are likely to be generated.
+        num_reserved: tokens to reserve for the answer: its token limit or a default.
 
     Raises:
         RateLimited: the key has too little left.

@@ -11,13 +11,13 @@ BASE_PATH = "/v1"  # path of the base URL that OpenAI clients are configured wit
 class DecodeServerLost(
     ServiceError, status=502, phase="decode", code="decode_server_lost"
 ):
-    """A decode server closed the connection before its answer was complete."""
+    """A server's answer broke off, and no other server continues the answer."""
 
 
 class DecodeServerTimeout(
     ServiceError, status=504, phase="decode", code="decode_server_timeout"
 ):
-    """A decode server was silent for longer than --read-timeout-s."""
+    """A server did not begin or continue its answer within --read-timeout-s."""
 
 
 class ShuttingDown(ServiceError, phase="shutdown", code="shutting_down"):
@@ -64,7 +64,7 @@ class MethodNotAllowed(RequestError, status=405, code="method_not_allowed"):
 def queues_full(
     kind: str, retry_after_s: float, *, is_grammar_queue: bool = False
 ) -> QueueFull:
-    """Return the error for a request that every server of a kind has refused.
+    """Return the error that reports a full queue at every server of a kind.
 
     Args:
         kind: "prefill" or "decode".

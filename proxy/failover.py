@@ -55,7 +55,7 @@ class FailoverState:
             at another server.
 
     Attributes:
-        avoided: servers that get the request again only if there is no other server.
+        avoided: servers that get the request only if no other server is ready.
         is_enabled: the request generates an answer, and another server may continue it.
     """
 
@@ -84,7 +84,10 @@ class FailoverState:
         return max(1, 1 + self._limit - num_used)
 
     def count_and_check_retry(self, failure: Failure | None) -> bool:
-        """Count a server's failure; return whether the request may be retried."""
+        """Return whether the request may be retried after a server's failure.
+
+        Failure.ERROR counts towards the limit here; lost servers are counted elsewhere.
+        """
         if failure is Failure.ERROR:
             self._num_failures += 1
         if failure is Failure.TIMEOUT:
@@ -112,7 +115,8 @@ class FailoverState:
     ) -> bool:
         """Count a loss; return whether another server may continue.
 
-        Those of `servers` that would refuse to continue are added to `avoided`.
+        The lost server, and those of `servers` that would refuse to continue, are added
+        to `avoided`.
         """
         self.count_outcome("lost_again")
         self._uncounted_reason = loss.reason.value

@@ -21,7 +21,7 @@ SILENCES = 3  # unanswered health checks in a row that make a server not ready
 # After this many unanswered health checks in a row, the proxy assumes that the server
 # will not answer the requests that it already has.
 LONG_SILENCE = 10
-MAX_PAUSE = 5.0  # longest time between checks of a silent server, in usual intervals
+MAX_PAUSE = 5.0  # longest pause between checks of a dead server, in usual intervals
 FAILURES = 5  # failed requests in a row that open the circuit
 COOLDOWN_S = 5.0  # doubles with each failed trial
 MAX_COOLDOWN_S = 60.0
@@ -71,7 +71,7 @@ class HealthReport:
         reason: why the server is not ready.
         limits: None if not reported, for example while the server starts.
         capacity: size of the KV cache in tokens.
-        totals: None if not reported.
+        totals: counters of the engine's steps; None if not reported.
         itl_target_s: target duration of a step with streams, in seconds.
         answered: False if the connection failed.
         models: names of the models that the server serves; empty if not reported.

@@ -1,4 +1,4 @@
-"""The proxy's API keys: those given as options, and those in a file, with limits.
+"""The proxy's API keys: keys given as options, and keys in a file, which have limits.
 
 Each line of the file is a JSON object. Empty lines and lines that begin with # are
 skipped.
@@ -41,7 +41,7 @@ class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key as it is written in the file. A limit of None is no limit.
 
     Attributes:
-        key: the key itself, of which the proxy stores only the digest.
+        key: the key itself. The proxy stores only its digest.
         sha256: the digest of the key, given instead of `key`.
     """
 
@@ -90,7 +90,7 @@ class _Allowance:
             return headers
         headers["retry-after"] = f"{math.ceil(wait_s)}"
         raise RateLimited(
-            f"{name} may send {per_minute} {self._unit} a minute: "
+            f"{name} is limited to {per_minute} {self._unit} a minute: "
             f"wait for {wait_s:.3f} s",
             headers=headers,
         )

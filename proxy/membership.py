@@ -19,8 +19,8 @@ from protocol.short_repr import short_repr
 from proxy import health
 from proxy.health import Health, HealthReport, SideChannel
 
-# A server that rejected a signature is sent nothing signed for this long, or until it
-# restarts.
+# A server that rejected a signature gets no signed hints or KV offers for this long, or
+# until it restarts.
 TRUST_COOLDOWN_S = 30.0
 _MAX_NAMES = 64  # model names that an error message lists
 # The fields of a server's health that decide which requests the server may get.
@@ -48,9 +48,9 @@ class Server:
         in_flight: number of requests that the server has from this proxy.
         circuit: the state of the circuit breaker for failed requests; see health.py.
         has_left: the server is no longer a member, and has no requests.
-        trust_circuit: until when nothing signed is sent to the server, and its side
-            channel when it rejected a signature. A restarted server has a new side
-            channel, for which the circuit is closed.
+        trust_circuit: until when (monotonic seconds) the server gets no signed hints or
+            KV offers, and the server's side channel when it rejected a signature. A
+            restarted server has a new side channel, for which the circuit is closed.
     """
 
     kind: Kind
@@ -66,7 +66,7 @@ class Server:
 
     @property
     def is_trust_circuit_open(self) -> bool:
-        """Whether the server gets nothing signed: no hints, no streams to continue."""
+        """Whether the server rejected a signature recently and has not restarted."""
         until, side_channel = self.trust_circuit
         return time.monotonic() < until and side_channel == self.health.side_channel
 
@@ -98,11 +98,11 @@ class Server:
 
 
 class Pool:
-    """The members of a fleet that fulfil a condition; requests go to them in turn.
+    """The members of a fleet that fulfil a condition. `choose` picks one for a request.
 
     Args:
         has: returns whether a member belongs to the pool.
-        name: pools of the same name share their turns.
+        name: pools with the same name share their round-robin positions.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Pool:
     def _subpool(
         self, key: Hashable, has: Callable[[Server], bool], name: str
     ) -> "Pool":
-        """Return those members that also fulfil `has`, cached as `key`."""
+        """Return the pool of those members that also fulfil `has`, cached as `key`."""
         if key not in self._subpools:
             self._subpools[key] = Pool(
                 self._fleet, lambda s: self._has(s) and has(s), name
@@ -140,7 +140,7 @@ class Pool:
 
     @property
     def by_kind(self) -> dict[Kind, list[Server]]:
-        """All servers by kind, in order of index."""
+        """The pool's servers by kind, in order of index."""
         self._refresh()
         return self._by_kind
 
@@ -162,7 +162,7 @@ class Pool:
         return self._subpool(reader_digests, is_usable, self._name)
 
     def readers_of(self, digest: str) -> "Pool":
-        """Return the servers that can read KV of this digest."""
+        """Return the servers that can read the KV of a server with this kv_digest."""
 
         def can_read(server: Server) -> bool:
             return may_pair(digest, server.health.kv_digest)
@@ -272,10 +272,10 @@ class Watch:
 
 
 class Fleet(Pool):
-    """All servers. None is ready before its first health check.
+    """All servers. No server is ready before its first health check.
 
     Args:
-        urls: URLs by kind, in the order of turns. A server may be of both kinds.
+        urls: URLs by kind, in round-robin order. A URL may be listed for both kinds.
 
     Attributes:
         members: servers by kind, in order of index.
@@ -409,10 +409,10 @@ class Fleet(Pool):
         """Add or remove the second member of a server that may take either leg."""
         if server.sources == {TWIN}:
             return
-        other = Kind.DECODE if server.kind is Kind.PREFILL else Kind.PREFILL
-        twin = self.find(other, server.url)
+        other_kind = Kind.DECODE if server.kind is Kind.PREFILL else Kind.PREFILL
+        twin = self.find(other_kind, server.url)
         if is_both and (twin is None or not twin.sources):
-            self.join(other, server.url, TWIN, server.health)
+            self.join(other_kind, server.url, TWIN, server.health)
         elif not is_both and twin is not None and TWIN in twin.sources:
             self.leave(twin, TWIN)
 
@@ -483,7 +483,7 @@ class Fleet(Pool):
     def _set_health(self, server: Server, new: Health) -> None:
         old = server.health
         server.health = new
-        if server.has_left:  # its last request has changed its health
+        if server.has_left:  # it left when its last request ended, just before this
             return
         if any(getattr(old, name) != getattr(new, name) for name in _ROUTING_FIELDS):
             self._record_change()

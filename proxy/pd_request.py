@@ -7,7 +7,7 @@
                                         as decode_only
 
 If both servers support it, the legs are opened together: see legs/early_decode.py. A
-request that only scores its prompt has a prefill leg alone, and no KV moves. If a
+request that only scores its prompt has only a prefill leg, and no KV moves. If a
 decode server is lost, another decode server continues: see `_generate`.
 """
 
@@ -34,8 +34,8 @@ from proxy.membership import Kind, Pool, Server
 from proxy.placement.request_profile import limit_to_context
 
 # A decode server notices within half a second that the proxy has closed the connection,
-# and ends the lease itself. If the proxy's release arrived earlier, the decode server
-# would count a lost lease.
+# and ends the lease itself. If the proxy's release arrived before that, the decode
+# server would count a lost lease.
 _RELEASE_DELAY_S = 1.0
 # If the server of a stream is lost, the stream waits at most this long for a ready
 # server. A server that only broke a connection is ready after its next health check.
@@ -45,10 +45,11 @@ _READY_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class _PrefilledDecode:
-    """A decode leg for a prompt that a prefill server has computed.
+    """A decode leg that pulls the KV of the prompt from another server.
 
     Attributes:
-        params: the prefill server's kv_transfer_params.
+        lender: the server that has the KV.
+        params: the lender's kv_transfer_params.
         readers: servers that can read the KV.
     """
 
@@ -59,7 +60,7 @@ class _PrefilledDecode:
 
 @dataclass
 class PDRequest(RequestLegs):
-    """A client's request. Cancelling `run` or `pass_on` aborts the leg in flight."""
+    """A client's request. Cancelling `run` or `pass_on` aborts the legs in flight."""
 
     # entry points
 
@@ -67,7 +68,8 @@ class PDRequest(RequestLegs):
         """Relay a decode server's answer to a request that generates nothing.
 
         Args:
-            model: a server of this model answers; None: the body names the model.
+            model: a server of this model answers. None: the body names the model, or
+                any server may answer.
 
         Raises:
             BatonError: the request failed before its reply was complete. The caller
@@ -468,7 +470,7 @@ class PDRequest(RequestLegs):
             num_tokens = pool.longest_context(Kind.DECODE) or 0
         unfit = self._unfit(pool, Kind.DECODE, num_tokens)
         if not pool.ready(Kind.DECODE, unfit):
-            # No server with the longest context is ready, but the prompt may still fit
-            # the context of another server.
+            # The servers with the longest context refuse this many choices. The prompt
+            # may still fit the context of another server.
             unfit = self._unfit(pool, Kind.DECODE)
         await self._decode(self._decode_call(pool, None), unfit)

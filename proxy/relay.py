@@ -52,14 +52,14 @@ class RequestTrace:
     """How a request was served, for its log line and the metrics.
 
     Attributes:
-        prefill, decode: URLs of the servers that answered.
-        decode_only: why no prefill server was used.
+        prefill, decode: URLs of the last prefill and decode server; "-" if none.
+        decode_only: why a decode server served the request alone; "-" otherwise.
         started_at: when the request had been read completely.
         prefill_s: seconds from `started_at` until the prefill server had answered.
         legs: names of the servers that were tried, and after how many seconds.
         num_lost: number of decode servers that were lost while they had the request.
         num_moved: how often a decode server handed the request over.
-        first_byte_s: seconds until the first byte of the answer.
+        first_byte_s: seconds from `started_at` until the first byte of the answer.
     """
 
     prefill: str = "-"
@@ -131,7 +131,7 @@ class EventBuffer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last event ends a stream: [DONE], an error, a full response."""
+        """Whether the last event ends its stream, as [DONE] or an error does."""
         if self._is_done or self._last_event().startswith(_LAST_EVENTS):
             return True
         return self.has_failed
@@ -183,7 +183,7 @@ class FramedEvents(EventBuffer):
         self._frame_history = frame_history
         self._frames = Frames()
         self._meter = meter
-        self._unsent_texts = b""  # texts of frames that may not have been sent
+        self._unsent_texts = b""  # texts of frames with events that may be unsent
         self._migrated: Migrated | None = None
 
     def feed(self, data: bytes) -> bytes:
@@ -244,7 +244,7 @@ class Reply:
     """The answer to one client request: always one head and one end.
 
     Attributes:
-        headers: sent in addition to a server's headers.
+        headers: sent with any response, in addition to the response's own headers.
         error_page: makes a page of an error; set if a browser displays the response.
         status: the HTTP status, once the head has been sent.
         finished: the end of the response has been sent, or is being sent.

@@ -5,8 +5,8 @@
 
 A connection that was idle for longer than IDLE_S is not used again, because its server
 may be closing it at that moment. If a connection ends during a request, this module
-sends the request again only if no byte of it was sent: the request may have crashed the
-server. The caller decides whether to try another server.
+sends the request again only if no byte of the request was sent. A request that was sent
+may have crashed the server. The caller decides whether to try another server.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ class Failure(Enum):
     """How a request to a server failed."""
 
     UNREACHABLE = "unreachable"  # nothing was delivered
-    LOST = "lost"  # delivered; the connection ended before the response was complete
+    LOST = "lost"  # delivered; the response broke off, or was not valid HTTP
     TIMEOUT = "timeout"  # delivered; the server was silent for too long
     FULL = "full"  # 429: refused, the queue is full
-    BUSY = "busy"  # 503: the server refused the request, or gave it up
-    MOVED = "moved"  # the server hands the request over, with its KV
-    DIED = "died"  # 503: delivered; the server's engine ended before its answer
-    ERROR = "error"  # any other 5xx
+    BUSY = "busy"  # refused with 503, given up by the server, or no socket was free
+    MOVED = "moved"  # the server ended the answer and lends its KV to another server
+    DIED = "died"  # delivered; the server's engine ended before the answer did
+    ERROR = "error"  # any other 5xx, or a stream without its last event
 
 
 class UpstreamError(Exception):
@@ -89,7 +89,7 @@ class Exhausted(UpstreamError):
 
 
 class Lost(UpstreamError):
-    """The connection ended, or was not HTTP, after the request had been sent."""
+    """The request was sent, but no complete and valid response arrived."""
 
     failure = Failure.LOST
 
@@ -309,7 +309,7 @@ class HttpUpstream:
 
         Raises:
             Unreachable, Exhausted: nothing was sent.
-            Lost, TimedOut: the request was sent, and no head arrived.
+            Lost, TimedOut: the request was sent, and no valid head arrived.
             InvalidRequest: `path` or `headers` cannot be sent over HTTP.
         """
 
@@ -354,9 +354,9 @@ class HttpUpstream:
 def _is_unsent(error: aiohttp.ClientOSError, body: bytes) -> bool:
     """Return whether no byte of the request was sent.
 
-    A reused connection refuses the first byte if its end was noticed in the same
-    iteration of the event loop. A body of more than _MAX_SINGLE_WRITE_BYTES is written
-    in pieces, and some of them may have been sent.
+    aiohttp refuses to write to a reused connection if it has just noticed that the
+    server closed the connection. A body of more than _MAX_SINGLE_WRITE_BYTES is written
+    in pieces, so some pieces may have been sent before the refusal.
     """
     is_refused = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
     return is_refused and len(body) <= _MAX_SINGLE_WRITE_BYTES
@@ -390,7 +390,8 @@ def _check_is_ours(response: aiohttp.ClientResponse, headers: Headers) -> None:
 def as_text(header: bytes) -> str:
     """Return a header as text, as aiohttp requires. aiohttp sends the text as UTF-8.
 
-    A header that is not UTF-8 is decoded as Latin-1, so that aiohttp sends other bytes.
+    A header that is not UTF-8 is decoded as Latin-1. The server then receives other
+    bytes than the proxy received.
     """
     try:
         return header.decode()

@@ -110,7 +110,7 @@ class Members:
                 answer = admin.members(self.fleet)
         await reply.answer_json(200, answer)
 
-    def models(self, path: str) -> dict[str, Any] | None:
+    def models_answer(self, path: str) -> dict[str, Any] | None:
         """Return the answer to GET /v1/models, or to /v1/models/NAME.
 
         None for other paths, and for models that no server reports.

@@ -25,7 +25,7 @@ from proxy.membership import LISTED, Fleet, Kind
 logger = get_logger(__name__)
 
 MAX_FILE_BYTES = 2**20
-MAX_SERVERS = 1024  # per source
+MAX_SERVERS = 1024  # per DNS name, and per key of the file
 STALE_S = 300.0  # the last addresses of a DNS name stay valid for this long
 LOOKUP_TIMEOUT_S = 10.0
 JITTER = 0.2  # share of the interval, so that proxies do not check all at once
@@ -43,7 +43,7 @@ class BadFile(ValueError):
 
 
 def read_servers(path: str) -> Urls:
-    """Return the URLs in a file of servers, which has the keys `prefill` and `decode`.
+    """Return the URLs that a file lists under the keys `prefill` and `decode`.
 
     Args:
         path: a file in YAML or JSON.

@@ -58,9 +58,9 @@ class EarlyDecode:
         self._leg.add_done_callback(self._on_done)
 
     async def take(self, prefill: asyncio.Task[Any]) -> asyncio.Task[Leg] | None:
-        """Return the decode leg once it has an answer.
+        """Return the decode leg once it has an answer, or has failed for good.
 
-        If the prefill leg is done first, the decode leg has the KV that it waited for,
+        If the prefill leg succeeds first, the decode leg has the KV that it waited for,
         and will have an answer soon.
 
         Returns:

@@ -8,7 +8,7 @@ from proxy.legs.call import MAX_DELIVERIES
 from proxy.membership import Kind
 from proxy.upstream import Failure
 
-# After these failures of a decode server, another one can continue the answer.
+# A decode server that fails in one of these ways counts as lost.
 UPSTREAM_LOSSES = frozenset({Failure.LOST, Failure.DIED})
 # Failures of a server that had received the request, which may have caused the failure.
 DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
@@ -41,8 +41,8 @@ def may_retry(
 ) -> bool:
     """Return whether another server may be tried after these failures.
 
-    A request that was delivered and not answered may have crashed the server, so only
-    `max_deliveries` servers receive it.
+    A request that was delivered and not answered may have crashed the server. No server
+    is tried after `max_deliveries` failures of this kind.
     """
     num_deliveries = sum(failure in DELIVERED for failure in failures)
     return failures[-1] in _RETRIED[kind] and num_deliveries < max_deliveries

@@ -28,8 +28,8 @@ class Refusal:
         retry_at: when the server should have capacity again.
         priority: priority of the refused request; smaller is more urgent.
         tokens: prompt tokens of the refused request.
-        is_grammar_queue: only the trial queue for new schemas is full, so other
-            requests are not refused.
+        is_grammar_queue: only the queue for trial compilations of new schemas is full,
+            so requests without a new schema are not refused.
     """
 
     until: float
@@ -49,8 +49,8 @@ class FullServers:
     """The recent refusals of all servers.
 
     Args:
-        max_queue_s: servers without admission control count as full if their
-            estimated wait is longer than this.
+        max_queue_s: servers without admission control count as full if all their
+            estimated waits are longer than this.
     """
 
     def __init__(self, load_tracker: LoadTracker, max_queue_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Releases the KV that prefill servers hold for requests that are over."""
+"""Releases the KV that servers hold for requests that no longer need the KV."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from proxy.upstream import Headers, HttpUpstream, UpstreamError
 
 logger = get_logger(__name__)
 
-RELEASE_TIMEOUT_S = 30.0  # a silent prefill server frees the KV when its lease ends
+RELEASE_TIMEOUT_S = 30.0  # a silent server frees the KV when the lease of the KV ends
 # Limit on releases in flight. KV that is not released is freed when its lease ends.
 MAX_RELEASES = 1024
 CLOSE_TIMEOUT_S = 2.0
@@ -28,7 +28,7 @@ class KVReleaser:
     def release(
         self, server: Server, headers: Headers, params: object, after_s: float = 0.0
     ) -> None:
-        """Report to a prefill server that no server will pull the KV of a request.
+        """Report to a server that no other server will pull the KV of a request.
 
         Nothing is sent to vLLM's servers, which have no such endpoint: they free the KV
         when its lease ends.

@@ -12,7 +12,7 @@ class DecodeOnlyReason(Enum):
     The values are labels of baton_proxy_requests and appear in the access log.
     """
 
-    PLACED = "placed"  # a decode server alone was cheaper
+    PLACED = "placed"  # a decode server alone was cheaper, or --disaggregate is never
     INCOMPATIBLE = "incompatible"  # no decode server can read prefill servers' KV
     NO_PREFILL_SERVER = "no_prefill_server"
     NO_KV_PARAMS = "no_kv_params"  # missing in the prefill server's answer

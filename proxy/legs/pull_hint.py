@@ -12,7 +12,7 @@ from protocol.messages import KVHint
 from proxy.body import hinted
 from proxy.membership import Server
 
-HINT_PARAM = f"kv_transfer_params.{HINT}"  # a server's refusal names this
+HINT_PARAM = f"kv_transfer_params.{HINT}"  # an error that refuses a hint names this
 _MAX_HINT_TOKENS = 1 << 24
 # The estimate assumes 4 bytes per token, but text may have one token per byte. A hint's
 # `num_tokens` is therefore this many times the estimate.

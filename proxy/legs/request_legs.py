@@ -110,8 +110,8 @@ class RequestLegs:
         """
         excluded = [*excluded, *self._failover.avoided]
         if self.reply.frame_history:
-            # The request contains signed frames, and servers with an open trust circuit
-            # are sent nothing signed.
+            # The request contains signed frames, which servers with an open trust
+            # circuit would probably refuse.
             servers = call.pool.by_kind[Kind.DECODE]
             excluded += [server for server in servers if server.is_trust_circuit_open]
         await self._relay_decode(self.upstreams.run(call, self._trace, excluded))
@@ -204,7 +204,7 @@ class RequestLegs:
         raise loss
 
     def _loss(self, server: Server, error: UpstreamError) -> UpstreamLost:
-        """Return a server's loss; count a failure unless the server lends its KV."""
+        """Return the loss of a server; count a failure unless the server lends KV."""
         event: bytes | None = None
         params: msgspec.Raw | None = None
         if isinstance(error, Migrated):

@@ -12,7 +12,7 @@ from proxy.upstream import HttpUpstream
 def create_upstreams(
     settings: ProxySettings, metrics: Metrics, members: Members, upstream: HttpUpstream
 ) -> Upstreams:
-    """Return the Upstreams, and expose every metric series with the value 0."""
+    """Return the Upstreams, and expose the initial metric series with the value 0."""
     for name, labels in initial_series():
         metrics.expose_series(name, **labels)
     return Upstreams(

@@ -1,6 +1,7 @@
 """Sends the legs of requests: tries servers until one answers, and records failures.
 
-A leg is tried on another server only while nothing has been sent to the client.
+A leg is tried on other servers only until its answer begins. PDRequest handles answers
+that break off later.
 """
 
 import asyncio
@@ -112,8 +113,8 @@ class Upstreams:
         Call `close_leg` with the result, whether the response was read or not.
 
         Args:
-            excluded: servers that cannot serve this leg; they are tried only if no
-                other server is ready.
+            excluded: servers that would probably refuse this leg. They are tried only
+                if no other server is ready at the start.
 
         Raises:
             LegFailed: no server is ready, or all servers that may be tried failed.
@@ -351,7 +352,10 @@ class Upstreams:
             self._count_ended(leg.server, leg.assignment)
 
     def open_trust_circuit(self, server: Server) -> None:
-        """Stop sending signed data to a server for a while: it rejected a signature."""
+        """Stop sending signed hints and offers to a server that rejected a signature.
+
+        The circuit closes after TRUST_COOLDOWN_S, or when the server restarts.
+        """
         if not server.is_trust_circuit_open:
             logger.warning(
                 "%s rejected this proxy's signature: its cluster secret or its clock "
@@ -382,7 +386,7 @@ class Upstreams:
     def give_back(
         self, server: Server, headers: Headers, params: object, after_s: float = 0.0
     ) -> None:
-        """Release the KV that a prefill server holds for a request."""
+        """Release the KV that a server holds for a request."""
         self._releaser.release(server, headers, params, after_s)
 
     async def close(self) -> None:

@@ -46,8 +46,8 @@ class CachedTail(NamedTuple):
     The tail is the rest of the prompt, and the answer.
 
     Attributes:
-        num_bytes: length of the prompt's rest, without the characters that close its
-            JSON.
+        num_bytes: length of the prompt's rest, without the last byte, which closes the
+            JSON text.
         text_hash: hash of the prompt's rest.
         num_tokens: estimated tokens from the start of the prompt to the end of the
             answer.
@@ -58,11 +58,11 @@ class CachedTail(NamedTuple):
     num_tokens: float
 
     def matches(self, text: bytes, num_blocks: float) -> bool:
-        """Return whether a prompt continues with this rest after its first blocks.
+        """Return whether a prompt has the text of this tail after its first blocks.
 
         Args:
             text: JSON text of the prompt.
-            num_blocks: number of these first blocks.
+            num_blocks: number of blocks before the tail.
         """
         start = int(num_blocks * BLOCK_BYTES)
         return hash(text[start : start + self.num_bytes]) == self.text_hash

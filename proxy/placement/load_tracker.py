@@ -38,8 +38,8 @@ Disaggregate = Literal["always", "auto", "never"]
 
 ServerT = TypeVar("ServerT")
 
-# A server gets a hint to pull if it saves at least this many tokens: a server computes
-# fewer tokens as fast as it pulls them.
+# A server gets a hint to pull if the pull saves computing at least this many tokens. It
+# computes fewer tokens as fast as it pulls them.
 MIN_HINT_TOKENS = 32
 _MAX_TAILS = 16_384  # remembered tails of prompts with their answers, over all servers
 
@@ -67,8 +67,8 @@ class LoadTracker:
     """The loads of all servers and the prefixes that they have cached.
 
     Args:
-        max_blocks: limit for the prefixes of all servers.
-        step_s: limit for a step with streams, for servers that report no limit.
+        max_blocks: limit on the remembered blocks of prefixes, over all servers.
+        step_s: longest step with streams, for servers that report no such limit.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -285,8 +285,8 @@ class LoadTracker:
     def _depths(self, profile: RequestProfile) -> Depths:
         """Return the cached blocks of a prompt by server.
 
-        The tail of an earlier prompt and its answer count too, if they precede the
-        latest question.
+        The tail of an earlier prompt and the answer to it count too if this prompt
+        continues them.
         """
         depths = self._prefixes.depths(profile.hashes)
         if not profile.text:
@@ -363,7 +363,10 @@ class LoadTracker:
         cached: CachedPrefixes,
         generates: bool,
     ) -> float:
-        """Return the estimated time until a server has computed or pulled a prompt."""
+        """Return the estimated time for computing a prompt, or pulling a part of it.
+
+        The wait for queued prompts is not included.
+        """
         num_cached = cached.depths.get(load.index, 0) * profile.block_tokens
         # At least the last token of a prompt is computed.
         num_tokens = max(int(profile.tokens - num_cached), 1)
@@ -478,7 +481,7 @@ class LoadTracker:
         Args:
             kv_capacity: tokens of KV.
             totals: counters of the engine since its start.
-            target_step_s: limit for a step with streams.
+            target_step_s: longest step with streams, in seconds.
         """
         load = self.loads[server]
         load.kv_capacity = kv_capacity
@@ -489,7 +492,7 @@ class LoadTracker:
         self._totals[server] = totals
         new = StepTotals(*(b - a for a, b in zip(before, totals, strict=True)))
         if not all(0 <= count < MAX_REPORTED for count in new):
-            return  # the server has restarted
+            return  # the server has restarted, or reports impossible numbers
         measure_streams(load, new)
         if not new.prompts:
             token_times = [speed.token_s for speed in self._speeds.values()]

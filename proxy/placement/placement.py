@@ -126,8 +126,8 @@ def choose(
     """Return the cheapest placement.
 
     Args:
-        prefills: servers that may compute the prompt; each is compatible with each
-            decode server.
+        prefills: servers that may compute the prompt. Each is assumed to be compatible
+            with each decode server.
         decodes: servers that may generate; at least one.
         now: the present time, by the clock of ServerLoad.free_at.
     """

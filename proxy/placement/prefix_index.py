@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 # less than a millisecond.
 _DELETIONS_PER_ADD = 1024
 
-Depths = dict[int, float]  # leading blocks of one prompt that are cached, by server
+Depths = dict[int, float]  # number of leading blocks of one prompt, by server index
 
 
 class PrefixIndex:
     """The blocks that each server has, as chained hashes.
 
     Each server's blocks are evicted in the order of their last use, as in the server's
-    own cache. A set of servers is an integer with one bit for each server, so a lookup
-    takes one operation per block, however many servers there are.
+    own cache. Servers are given by ServerLoad.index. A set of servers is an integer
+    with one bit for each server, so a lookup takes one operation per block, however
+    many servers there are.
 
     Args:
         max_blocks: limit for all servers together.

@@ -35,8 +35,8 @@ class RequestProfile:
     def size_class(self) -> int:
         """The class of prompts of similar length, from 0 to NUM_SIZE_CLASSES - 1.
 
-        An engine starts a prompt before queued prompts that are four times as long and
-        have at least 1,024 tokens. See ServerLoad.skippable_s.
+        ServerLoad.skippable_s estimates by size class which queued prompts a shorter
+        prompt overtakes.
         """
         return min(max(self.tokens.bit_length() - 6, 0), NUM_SIZE_CLASSES - 1)
 

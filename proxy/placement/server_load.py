@@ -6,11 +6,12 @@ from proxy.placement.request_profile import NUM_SIZE_CLASSES, RequestProfile
 
 USUAL_STEP_S = 0.025  # default of --itl-target-s, the limit for a step with streams
 STEP_TOKENS = 8192  # prompt tokens in a step; a started step delays short prompts too
-# A prompt does not wait for queued prompts that are this many size classes longer (64
-# times): the engine starts the short prompt first, which hardly delays the long ones.
+# The engine starts a prompt before queued prompts that are 4 times as long. The
+# estimates count this only from this many size classes (64 times as long), where the
+# short prompt hardly delays the long prompts.
 SKIPPED_CLASSES = 6
 STREAMS_PER_DOUBLING = 96.0  # this many streams make a step take about twice as long
-MIN_PROMPT_SHARE = 0.2  # least share of the time for prompts while streams run
+MIN_PROMPT_SHARE = 0.2  # while streams run, prompts get at least this share of the time
 INITIAL_TOKEN_S = 25e-6  # an 8B model on one H200; used until steps were measured
 INITIAL_STEP_S = 0.005
 

@@ -15,7 +15,7 @@ _LAUNCH_PENALTY = 2.0
 # would keep requests away from the server, so that it is never measured again.
 _DECAY_PER_CHECK = 0.05
 # At least this share of the time of steps with prompts counts as spent on the prompts.
-_MIN_PROMPT_SHARE = 0.25
+_MIN_PROMPT_SECONDS_SHARE = 0.25
 
 
 class StepTotals(NamedTuple):
@@ -86,7 +86,7 @@ class PromptSpeed:
 
 
 def measure_streams(load: ServerLoad, new: StepTotals) -> None:
-    """Update the step time from steps without prompts.
+    """Update `load.base_step_s` from steps without prompts.
 
     Args:
         new: the steps since the last report.
@@ -108,7 +108,7 @@ def measures_prompts(new: StepTotals) -> bool:
 
 
 def measure_prompts(load: ServerLoad, new: StepTotals, speed: PromptSpeed) -> None:
-    """Update the time per prompt token from steps with prompts.
+    """Update `load.launch_s` and `load.token_s` from steps with prompts.
 
     Args:
         new: the steps since the last report.
@@ -118,7 +118,7 @@ def measure_prompts(load: ServerLoad, new: StepTotals, speed: PromptSpeed) -> No
     stream_steps = min(new.mixed_steps, streams) + streams / STREAMS_PER_DOUBLING
     prompts_s = max(
         new.mixed_seconds - stream_steps * load.base_step_s,
-        _MIN_PROMPT_SHARE * new.mixed_seconds,
+        _MIN_PROMPT_SECONDS_SHARE * new.mixed_seconds,
     )
     speed.add(new.mixed_steps, new.prompts, prompts_s)
     load.launch_s = speed.launch_s

@@ -37,7 +37,7 @@ POLLS_PER_S = 10  # with more servers, each is queried less often
 LINGER_S = 10.0  # servers are queried for this long after the last poll of a page
 POLL_TIMEOUT_S = 1.0
 
-_ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # only the log may show addresses
+_ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # the page must not show addresses
 _decode = msgspec.json.Decoder(ServerStats).decode
 _NO_STATS = ServerStats({}, {}, [], 0)
 Row = dict[str, Any]
@@ -312,7 +312,7 @@ class State:
         """Return a point: sums of the servers' statistics, by kind of server.
 
         Points with the same `of` sum up the same servers. Rates may be computed only
-        from such points, because counters start with their servers.
+        from such points: a server that joins or leaves would look like a jump.
         """
         sums = {kind.value: Counter[str]() for kind in Kind}
         for server, row in self._servers.items():

@@ -214,7 +214,7 @@ async def test_limits_are_reported_and_enforced(tmp_path):
         )
         assert (
             error["retryable"]
-            and "one may send 2 requests a minute" in error["message"]
+            and "one is limited to 2 requests a minute" in error["message"]
         )
 
 
@@ -234,7 +234,7 @@ async def test_requested_tokens_are_counted(tmp_path):
             answer = await rig.complete(headers, prompt=prompt, max_tokens=max_tokens)
             assert answer.status_code == status
             remaining.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
-            assert ("one may send 1000 tokens a minute" in answer.text) == (
+            assert ("one is limited to 1000 tokens a minute" in answer.text) == (
                 status == 429
             )
         assert 670 < remaining[0] < 700 and remaining[3] < remaining[2] < 120

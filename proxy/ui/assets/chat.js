@@ -103,7 +103,7 @@ export class Chat {
     }
   }
 
-  /** Makes a change of the log; if its end was visible before, scrolls so that the end stays visible. */
+  /** Calls `change`, which changes the log. Scrolls to the log's end if that was visible before. */
   atEnd(change) {
     const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 60;
     change();

@@ -71,8 +71,8 @@ class Acceptor:
         self._open_connections = open_connections
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        # Connections that are accepted but have no protocol yet, such as during a TLS
-        # handshake.
+        # Connections that are accepted but have no protocol object yet, for example
+        # because their TLS handshake is in progress.
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._warned_at_s = -_WARN_INTERVAL_S

@@ -259,7 +259,7 @@ class Waker:
     """
 
     def __init__(self) -> None:
-        # The lock protects `_fd`: after `close`, a different file may get its number.
+        # The lock protects `_fd`: after `close`, a different file may get this number.
         self._lock = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 

@@ -247,7 +247,7 @@ def _watch_child(
                     child.failure = value
                 _deliver(on_event, Event(child, kind, value))
         returncode = child.process.wait()
-        # A process that the child has started may keep the pipe open for longer.
+        # A process that the child has started may still keep the pipe open.
         printer.join(timeout=1)
     child.exited.set()
     _deliver(on_event, Event(child, "exited", returncode))

@@ -71,7 +71,7 @@ class RequestError(
 
 
 class InvalidRequest(RequestError):
-    """A field of the request is invalid. The message names the field."""
+    """The request is invalid. The message names the field at fault, if there is one."""
 
 
 class ContextLengthExceeded(RequestError, code="context_length_exceeded"):

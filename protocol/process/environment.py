@@ -16,7 +16,7 @@ def child_environment() -> dict[str, str]:
     """Returns the environment for a child process that runs Baton.
 
     The environment has no BATON_* settings. The child imports the same Baton as this
-    process, even if its working directory has a model.py, an engine/ or a json.py.
+    process, even if the working directory has a model.py, an engine/ or a json.py.
     Processes that the child starts inherit these properties.
     """
     environ = clean_environment(os.environ)

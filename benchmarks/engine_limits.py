@@ -19,7 +19,7 @@ _WARMUP_CALLS = 3
 
 
 class Ceilings(NamedTuple):
-    """The highest rates that were measured on the device."""
+    """Rates that were measured on the device, which an engine can hardly exceed."""
 
     copy_bytes_per_s: float  # bytes read plus bytes written
     matmul_flops_per_s: float
@@ -60,8 +60,9 @@ def weight_bytes_per_step(
 ) -> int:
     """Return the bytes of weights that a decode step of `batch` sequences reads.
 
-    The step reads all weights except most rows of the input embedding. It reads as many
-    experts as `batch` tokens select on average if all experts are equally likely.
+    The step reads as many experts as `batch` tokens select on average if all experts
+    are equally likely, and all other weights except the input embedding. An embedding
+    that is tied to the output layer is read.
 
     Args:
         itemsize: bytes per element of weights that are not quantised.

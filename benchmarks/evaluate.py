@@ -193,7 +193,7 @@ class Runner:
 
 
 def adds_bos(model: Path) -> bool:
-    """Return whether the tokenizer in a directory adds special tokens to texts."""
+    """Return whether the tokenizer in a directory adds tokens such as BOS to texts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))

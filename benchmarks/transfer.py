@@ -49,7 +49,7 @@ from kvcache.transfer.plan.plan import Planner
 from protocol.handshake import EngineMetadata
 
 DEFAULT_ORDER = "BHLCND"
-# KV layouts of P and of D that differ.
+# (KV layout of P, KV layout of D), where the two differ.
 MIXED_ORDERS = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
 # (TP size, block size) of P, then of D.
 GEOMETRIES = {

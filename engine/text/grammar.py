@@ -397,8 +397,8 @@ class GrammarCompiler:
         self._model_dir = model_dir
         self.vocab_size = vocab_size
         self.on_compiled = on_compiled
-        # W, the words of a mask. The tokenizer may have more tokens than the model has
-        # logits.
+        # W, the number of words in a mask. The tokenizer may have more tokens than the
+        # model has logits.
         self._num_words = 0
         self._end_ids: tuple[int, ...] = ()
         self._compiled: OrderedDict[Grammar, tuple[Future[CompiledGrammar], int]] = (

@@ -7,8 +7,8 @@ Such trials run one at a time, so a slow grammar delays only other slow grammars
 
 Requests that wait for a trial form the trial queue, which is separate from the queue of
 prompts. A request is refused with status 429 and the error GrammarQueueFull if the
-trial queue is full or the wait is too long. Requests without grammars, or with grammars
-that were tried before, do not wait in the trial queue.
+trial queue is full or the wait is too long. A request does not wait in the trial queue
+if it has no grammar, or if the verdicts of all its grammars are cached.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ MAX_HELD_BYTES = 4 * 2**30  # limit for the compiled grammars of all open reques
 _FIRST_TRIAL_CPU_S = 0.1  # second trials may take --grammar-timeout-s
 _MAX_FIRST_TRIALS = 4  # concurrent first trials
 _MAX_SECOND_TRIALS = 1  # concurrent second trials
-_MAX_VERDICTS = 8192  # cached verdicts; no request has as many grammars
-_MAX_WAIT_S = 10.0  # the longest wait in the trial queue, and for a child to begin
+_MAX_VERDICTS = 8192  # cached verdicts; a request has fewer grammars than this
+_MAX_WAIT_S = 10.0  # the longest wait in the trial queue, or for a child to begin
 # The most requests in the trial queue. Each keeps its schemas in memory.
 MAX_WAITING_TRIALS = 1024
 # The trial process must be ready within this time. A large vocabulary takes a second.
@@ -146,7 +146,8 @@ class GrammarChecker:
         Raises:
             InvalidRequest: a grammar cannot be used. The error names the field with the
                 grammar and the reason.
-            GrammarQueueFull: too many other requests wait in the trial queue.
+            GrammarQueueFull: the trial queue is full, or the wait was too long.
+            InternalError, Overloaded: the grammars cannot be tried now.
         """
         untried = self._without_verdict(all_guided)
         for slots, cpu_s in self._lanes:
@@ -217,7 +218,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequest: a grammar cannot be used.
-            Overloaded: no child could be started.
+            InternalError, Overloaded: no child could be started.
         """
         trial = Trial(
             [guided.grammar for guided in all_guided],
@@ -251,6 +252,7 @@ class GrammarChecker:
         If the trial process was killed or hangs, it is started again.
 
         Raises:
+            InternalError: the trial process cannot be started.
             Overloaded: the child did not begin in two attempts.
         """
         for _ in range(2):

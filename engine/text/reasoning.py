@@ -28,7 +28,7 @@ ReasoningStart = Literal["open", "perhaps", "harmony"]
 OPEN = "<think>"
 CLOSE = "</think>"
 SPECIAL_TAGS = (OPEN, CLOSE)
-_TAIL_TOKENS = 16  # how many of a prompt's last tokens are searched for a tag
+_TAIL_TOKENS = 16  # how many tokens at a prompt's end are decoded to find a final tag
 # How an output starts if the prompt ends with neither tag, by --reasoning-parser.
 _DEFAULT_STARTS: Final[dict[str, ReasoningStart]] = {
     "deepseek_r1": "open",

@@ -22,9 +22,11 @@ For example, Qwen's `<tool_call>` is a control token, although it is not `specia
 of two rules decides where a text is marked:
 
 - The strict rule is for messages of users and tools, arguments of tool calls, and names
-  and definitions of tools. A marker follows each character with which any control token
-  begins, unless a token that is not a control token begins there. So no control token
-  can arise if a template removes a part of a message or joins two messages.
+  and definitions of tools. A marker follows the first character of each complete
+  control token. A marker also follows each sign (not a letter, digit or space) with
+  which any control token begins, unless a token that is not a control token begins
+  there. So a control token that begins with a sign cannot arise if a template removes a
+  part of a message or joins two messages.
 - The lenient rule is for system messages and the assistant's previous turns. A marker
   follows the first character of each complete control token. Tags that are not special,
   such as `</think>` and `<tool_call>`, are not marked and stay tokens. Templates search
@@ -311,8 +313,9 @@ class _MarkingRule:
         texts: the control tokens.
         others: None for the lenient rule, which marks complete control tokens. For the
             strict rule, the added tokens that are not control tokens, such as `<table>`
-            in some vocabularies. The strict rule marks each character with which any
-            control token begins, unless one of `others` begins at that character.
+            in some vocabularies. The strict rule also marks each sign (not a letter,
+            digit or space) with which any control token begins, unless one of `others`
+            begins at that sign.
     """
 
     def __init__(

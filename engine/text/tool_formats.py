@@ -12,7 +12,7 @@ from protocol.settings.options import ToolSyntax
 
 # The most characters from a call's first tag through the tool's name, including white
 # space.
-_MAX_OPENING: Final = 512
+_MAX_OPENING_CHARS: Final = 512
 
 
 def tool_syntax(option: str, template: ChatTemplate | None) -> ToolSyntax:
@@ -90,10 +90,10 @@ class CallOpenings:
         """
         for match in self._tag_pattern.finditer(text) if self._tags else ():
             start = match.start()
-            opening = "".join(text[start : start + _MAX_OPENING].split())
+            opening = "".join(text[start : start + _MAX_OPENING_CHARS].split())
             if opening.startswith(self._openings):
                 return start, True
-            if len(text) - start >= _MAX_OPENING:
+            if len(text) - start >= _MAX_OPENING_CHARS:
                 continue
             if any(
                 complete_opening.startswith(opening)

@@ -291,7 +291,7 @@ _OTHER_KEYWORDS: Final[dict[str, set[str]]] = {
 
 
 def _is_within(schema: Schema, number: int | Decimal) -> bool:
-    """Whether a number is within the bounds of `schema`."""
+    """Whether a number matches the bounds and `multipleOf` of `schema`."""
     if "minimum" in schema and number < schema["minimum"]:
         return False
     if "maximum" in schema and number > schema["maximum"]:

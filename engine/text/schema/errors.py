@@ -1,7 +1,7 @@
 """Rewords the errors of llguidance for clients.
 
 llguidance's messages refer to its options and code, which clients do not know. So
-each message is replaced by one of the messages in the table below.
+each message is replaced by a message from the table below, or by a general one.
 """
 
 import logging

@@ -63,14 +63,16 @@ class CoreGrammars:
             return True
         work = self.compiling.get(sequence)
         if work is None and sequence.sampling.grammar is None:
-            work = self.compiler.compiled(grammar, sequence.request.grammar_bytes)
+            work = self.compiler.compile(grammar, sequence.request.grammar_bytes)
         if work is not None and not work.done():
             self.compiling[sequence] = work
             return False
         self.compiling.pop(sequence, None)
         if sequence.sampling.grammar is None:
             for choice in sequence.choices:
-                choice.sampling.grammar = self.compiler.state(sequence.request, work)
+                choice.sampling.grammar = self.compiler.new_state(
+                    sequence.request, work
+                )
         return True
 
     def begin_masks(self, scheduled: Sequenceable[Scheduled]) -> None:

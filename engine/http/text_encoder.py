@@ -26,7 +26,7 @@ from engine.http.text_workers import (
     raise_if_abandoned,
 )
 from engine.http.truncation import first_that_fits, last_tokens, possible_starts
-from engine.text.harmony import split_parallel_calls, tag_characters
+from engine.text.harmony import messages_for_gpt_oss, tag_characters
 from engine.text.special_splitter import SpecialTokenSplitter, create_splitter
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import add_tools
@@ -314,7 +314,7 @@ def _render_options(
         messages = splitter.mark_messages(messages)
         toolset = replace(toolset, offered=splitter.mark_tools(toolset.offered))
     if tokenizer.chat_template is not None and tokenizer.chat_template.is_harmony:
-        messages = split_parallel_calls(messages)
+        messages = messages_for_gpt_oss(messages)
     messages, tools = add_tools(messages, toolset, tokenizer, tool_call_parser)
     return {
         "messages": messages,

@@ -416,7 +416,7 @@ class GrammarCompiler:
         self._num_words = -(-num_tokens // _WORD_BITS)
         return build_vocabulary(tokenizer, num_tokens)
 
-    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
+    def compile(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
         """Return the compiled grammar as a future.
 
         Starts to compile a grammar that is not in the cache. Callers must keep the
@@ -446,7 +446,7 @@ class GrammarCompiler:
             grammar, matcher, self._num_words, lambda: submit().result()
         )
 
-    def state(
+    def new_state(
         self, request: AddRequest, compiled: Future[CompiledGrammar] | None = None
     ) -> GrammarState:
         """Return a state at the beginning of the request's grammar.
@@ -462,7 +462,7 @@ class GrammarCompiler:
         grammar = request.sampling.grammar
         assert grammar is not None
         try:
-            compiled_grammar = (compiled or self.compiled(grammar)).result()
+            compiled_grammar = (compiled or self.compile(grammar)).result()
         except (GrammarError, TokenizerNotFound) as error:
             raise GrammarFailed(
                 f"the request's grammar cannot be used: {error}"

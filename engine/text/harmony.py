@@ -261,7 +261,7 @@ class HarmonyParser(ReasoningParser):
             self._content += text
 
 
-def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_for_gpt_oss(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation in the form that gpt-oss's chat template accepts.
 
     The template accepts one system message at a time, and one call per turn, followed

@@ -112,7 +112,7 @@ def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
     """Yields a compiler of the tiny model (512 logits) that has compiled `compiled`."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in compiled:
-        compiler.compiled(grammar).exception()
+        compiler.compile(grammar).exception()
     yield compiler
     compiler.close()
 

@@ -53,7 +53,7 @@ def make_core_with(
 ) -> tuple[EngineCore, MemoryTransport]:
     """Makes a core after the compiler has compiled `grammars`."""
     for grammar in grammars:
-        compiler.compiled(grammar).exception()
+        compiler.compile(grammar).exception()
     core, _, out = make_core(depth=depth)
     core.grammars.compiler = compiler
     return core, out
@@ -103,7 +103,7 @@ def test_sequences_that_wait_for_grammars_delay_no_other_request(
     core.fail(core.sequences["failed"], LeaseGone("the lease is gone"))
     unblock.set()
     for grammar in (CHOICES, INVALID):
-        compiler.compiled(grammar).exception()
+        compiler.compile(grammar).exception()
     run_all(core)
     assert out.compiled == ["a"], "the HTTP process learns that the grammar is compiled"
     assert tokenizer.decode(out.tokens("a")) in TEXTS

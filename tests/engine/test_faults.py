@@ -153,7 +153,7 @@ def test_matcher_that_raises_ends_only_its_request(depth, compiler):
     core, _, out = make_core(depth=depth)
     core.grammars.compiler = compiler
     grammar = Grammar("regex", "([a-z]{3} ){12}")
-    compiler.compiled(grammar).exception()
+    compiler.compile(grammar).exception()
     request = add("x", [1, 2], 20, SamplingParams(temperature=0.0, grammar=grammar))
     core.round([request, add("b", [5], 12)])
     state = core.sequences["x"].sampling.grammar

@@ -66,7 +66,7 @@ def _first_tokens(
         row = Sequence.from_request(request)
         row.phase = Phase.RUNNING
         if request.sampling.grammar is not None:
-            row.sampling.grammar = compiler.state(request)
+            row.sampling.grammar = compiler.new_state(request)
         rows.append(row)
     positions = [len(_PROMPT)] * _ROWS
     shaper = LogitShaper(_VOCAB, len(rows))

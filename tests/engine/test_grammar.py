@@ -82,7 +82,7 @@ def test_masks_equal_a_search_over_the_vocabulary(
         if raw.isascii() and raw and i not in tokenizer.special_ids
     }
     for _ in range(10):
-        state = compiler.state(request(kind, text))
+        state = compiler.new_state(request(kind, text))
         outputs = [5, 6]
         output = ""
         while state.consume(outputs, 2) is None:
@@ -108,7 +108,7 @@ def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
     words = ((c,), (a, b), (b, b, b))
 
     def after(grammar: Grammar, *outputs: int) -> set[int] | None:
-        state = compiler.state(
+        state = compiler.new_state(
             replace(request("any", ""), sampling=SamplingParams(grammar=grammar))
         )
         for drawn in (outputs, (), outputs):  # the second call undoes all outputs
@@ -130,7 +130,7 @@ def test_banned_words_depend_on_the_drawn_tokens(compiler, tokenizer):
 
 
 def test_number_of_blanks_is_limited(compiler, tokenizer):
-    state = compiler.state(request("json_object", ""))
+    state = compiler.new_state(request("json_object", ""))
     (blank,) = tokenizer.encode(" ")
     outputs = tokenizer.encode("{")
     while (
@@ -169,7 +169,9 @@ def test_allowed_tokens_and_endings(
 ):
     """`expected` is the ending, or the tokens that may follow. $ is the end token."""
     stop_ids = () if stop is None else (_END, *tokenizer.encode(stop))
-    state = compiler.state(request(kind, text, stop=stop_ids, min_tokens=min_tokens))
+    state = compiler.new_state(
+        request(kind, text, stop=stop_ids, min_tokens=min_tokens)
+    )
     state.consume(tokenizer.encode(output), 0)
     actual = allowed(compiler, state)
     if isinstance(expected, str):
@@ -191,7 +193,7 @@ def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
     outputs have been undone before."""
     json_request = request("json_schema", json.dumps(SCHEMA))
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
-    steps, at_once, taken_back = (compiler.state(json_request) for _ in range(3))
+    steps, at_once, taken_back = (compiler.new_state(json_request) for _ in range(3))
     for end in range(2, len(outputs) + 1):
         steps.consume(outputs[:end], 2)
     at_once.consume(outputs, 2)
@@ -210,7 +212,7 @@ def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
     rng = random.Random(1)
     with compiling() as compiler:
         states = [
-            compiler.state(request("regex", "(a|b)*a(a|b){200}c")) for _ in range(4)
+            compiler.new_state(request("regex", "(a|b)*a(a|b){200}c")) for _ in range(4)
         ]
         outputs: list[list[int]] = [[] for _ in states]
         for _ in range(300):
@@ -224,10 +226,10 @@ def test_grammar_is_compiled_once_on_another_thread():
     called = threading.Event()
     compiler = GrammarCompiler(ensure_model("gqa"), VOCAB, called.set)
     grammar = Grammar("regex", "[ab]+")
-    compiler.compiled(grammar)
+    compiler.compile(grammar)
     assert called.wait(30)
-    assert compiler.compiled(grammar).done()
-    first, second = (compiler.state(request("regex", "[ab]+")) for _ in range(2))
+    assert compiler.compile(grammar).done()
+    first, second = (compiler.new_state(request("regex", "[ab]+")) for _ in range(2))
     first.consume([5], 0)
     assert first.ending is not None and second.consume([], 0) is None
     compiler.close()
@@ -236,37 +238,37 @@ def test_grammar_is_compiled_once_on_another_thread():
 def test_grammar_cache_is_bounded_in_bytes(compiler):
     large = Grammar("regex", "a+b")
     larger = Grammar("regex", "b+a")
-    first = compiler.compiled(large, nbytes=150 << 20)
-    assert compiler.compiled(large) is first
-    compiler.compiled(larger, nbytes=150 << 20)
-    assert compiler.compiled(large) is not first
+    first = compiler.compile(large, nbytes=150 << 20)
+    assert compiler.compile(large) is first
+    compiler.compile(larger, nbytes=150 << 20)
+    assert compiler.compile(large) is not first
 
 
 def test_masks_of_grammars_without_text_count_in_the_cache(monkeypatch):
     monkeypatch.setattr("engine.text.grammar._MAX_CACHED_BYTES", 100_000)
     compiler = GrammarCompiler(ensure_model("gqa"), 128_000, lambda: None)
     first, *others = (
-        compiler.compiled(Grammar("any", allowed=(i,))) for i in range(1, 9)
+        compiler.compile(Grammar("any", allowed=(i,))) for i in range(1, 9)
     )
     for one in (first, *others):
         masks = one.result().first_mask, one.result().allowed
         assert sum(mask.nbytes for mask in masks) >= 32_000
-    assert compiler.compiled(Grammar("any", allowed=(8,))) is others[-1]
-    assert compiler.compiled(Grammar("any", allowed=(1,))) is not first
+    assert compiler.compile(Grammar("any", allowed=(8,))) is others[-1]
+    assert compiler.compile(Grammar("any", allowed=(1,))) is not first
     compiler.close()
 
 
 def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCAB, lambda: None)
     with pytest.raises(GrammarFailed, match=r"tokenizer\.json"):
-        compiler.state(request("regex", "a"))
+        compiler.new_state(request("regex", "a"))
     compiler.close()
 
 
 def test_masks_have_one_bit_per_logit_if_the_vocabulary_is_larger():
     """Ids beyond the logits cannot be sampled."""
     compiler = GrammarCompiler(ensure_model("gqa"), 300, lambda: None)
-    state = compiler.state(request("regex", "[a-z]+"))
+    state = compiler.new_state(request("regex", "[a-z]+"))
     assert masks_of(compiler, [state]).shape == (1, 10)
     compiler.close()
 
@@ -305,7 +307,7 @@ def test_grammar_begins_after_the_reasoning_and_allows_calls(
     """Reasoning before the answer, or a call instead of the answer, may be any text."""
     calls = ("<call>", tokenizer.id_of("<|im_start|>"))
     grammar = Grammar(kind, text, reasoning=reasoning, calls=calls)
-    state = compiler.state(
+    state = compiler.new_state(
         replace(request(kind, text), sampling=SamplingParams(grammar=grammar))
     )
     is_complete = _TEXTS_BY_START[reasoning][output]

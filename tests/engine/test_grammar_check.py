@@ -122,7 +122,7 @@ async def test_replaced_template_may_be_broken(tmp_path):
     async with checking(Tokenizer(tmp_path, tmp_path / "another"), 30.0) as checker:
         await checker.check([regex("a")])
     with contextlib.closing(GrammarCompiler(tmp_path, 600, lambda: None)) as compiler:
-        assert compiler.compiled(regex("a").grammar).exception() is None
+        assert compiler.compile(regex("a").grammar).exception() is None
 
 
 async def test_client_disconnect_ends_the_trial_of_its_grammar(tokenizer):

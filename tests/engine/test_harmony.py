@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from engine.text.grammar import COMPLETE, GrammarCompiler
-from engine.text.harmony import HarmonyParser, split_parallel_calls, tag_characters
+from engine.text.harmony import HarmonyParser, messages_for_gpt_oss, tag_characters
 from engine.text.reasoning import reasoning_start
 from engine.text.request_grammar import answer_grammar
 from engine.text.tool_parser import create_tool_parser
@@ -308,7 +308,7 @@ def test_one_system_message_has_the_text_of_several(harmony):
         {"role": role, "content": role}
         for role in ("system", "developer", "user", "system")
     ]
-    actual = split_parallel_calls(turns)
+    actual = messages_for_gpt_oss(turns)
     assert actual == [{"role": "system", "content": "system\n\ndeveloper"}, *turns[2:]]
     assert "system\n\ndeveloper" in harmony.render_chat(actual)
 
@@ -363,7 +363,7 @@ def test_tool_result_follows_its_call_wherever_the_client_put_it():
     add_result, sub_result = (
         {"role": "tool", "tool_call_id": name} for name in ("add", "sub")
     )
-    assert split_parallel_calls([add, sub, add_result, sub_result]) == [
+    assert messages_for_gpt_oss([add, sub, add_result, sub_result]) == [
         add,
         add_result,
         sub,
@@ -437,7 +437,7 @@ def test_grammar_applies_to_the_final_message_and_allows_calls(harmony, text):
     sampling = SamplingParams(grammar=grammar)
     add = AddRequest(request_id="a", token_ids=[1], max_tokens=9, sampling=sampling)
     compiler = GrammarCompiler(harmony.folder, VOCAB, lambda: None)
-    state = compiler.state(replace(add, stop_token_ids=harmony.eos_ids))
+    state = compiler.new_state(replace(add, stop_token_ids=harmony.eos_ids))
     outputs = list[int]()
     ending = None
     for token_id in harmony.encode(text):

@@ -82,7 +82,7 @@ def _expected(
     min_tokens = request.sampling.min_tokens
     if request.sampling.grammar is None:
         return expected_output(prompt, limit, stop, choice, min_tokens), None
-    state = compiler.state(request)
+    state = compiler.new_state(request)
     tokens = list(prompt)
     start = len(prompt)
     while len(tokens) - start < limit:
@@ -140,13 +140,13 @@ class _SlowCompiler:
         self._rng = rng
         self._compiler = compiler
         self._open: list[tuple[Future[CompiledGrammar], Grammar]] = []
-        self.state = compiler.state
+        self.new_state = compiler.new_state
         self.on_compiled = compiler.on_compiled
         self.vocab_size = compiler.vocab_size
 
-    def compiled(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
+    def compile(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
         if self._rng.random() < 0.5:
-            return self._compiler.compiled(grammar, nbytes)
+            return self._compiler.compile(grammar, nbytes)
         self._open.append((Future(), grammar))
         return self._open[-1][0]
 
@@ -155,7 +155,7 @@ class _SlowCompiler:
             if to_end or self._rng.random() < 0.3:
                 self._open.remove(entry)
                 future, grammar = entry
-                future.set_result(self._compiler.compiled(grammar).result())
+                future.set_result(self._compiler.compile(grammar).result())
 
 
 class _Mixture:

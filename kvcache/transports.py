@@ -83,8 +83,8 @@ class UcxRead:
     def warning(self) -> str | None:
         """A warning with the fix if a faster transport is expected; otherwise None.
 
-        Within a host, a faster transport than TCP or, between GPUs, than a copy through
-        host memory is always expected; between hosts, only with RDMA devices.
+        Within a host, TCP is slow, and so are copies between GPUs through host memory.
+        Between hosts, they count as slow only if this machine has RDMA devices.
         """
         names = re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
         between_gpus = "cuda" in self.local and "cuda" in self.remote

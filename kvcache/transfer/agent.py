@@ -158,7 +158,7 @@ class TransferAgent(ABC):
 
 
 @dataclass(frozen=True)
-class ReadWindow:
+class PostLimits:
     """Limits on the size and the number of posts.
 
     Attributes:
@@ -177,7 +177,7 @@ class ReadWindow:
 
 # Between GPUs, the posting thread copies nothing itself, so large posts do not delay a
 # cancelled pull. One long run is faster than several shorter runs of the same bytes.
-GPU_WINDOW = ReadWindow(max_bytes=1 << 30)
+GPU_LIMITS = PostLimits(max_bytes=1 << 30)
 
 
 class Throttle:
@@ -191,9 +191,9 @@ class Throttle:
     """
 
     def __init__(
-        self, window: ReadWindow, is_busy: Callable[[], bool] = lambda: False
+        self, limits: PostLimits, is_busy: Callable[[], bool] = lambda: False
     ) -> None:
-        self.window = window
+        self.limits = limits
         self._is_busy = is_busy
         self._due_s = float("-inf")
 
@@ -216,8 +216,8 @@ class Throttle:
 
         Runs keep their order. Only a run with more bytes than a post may have is split.
         """
-        max_bytes = self.window.max_bytes
-        max_runs = self.window.max_runs
+        max_bytes = self.limits.max_bytes
+        max_runs = self.limits.max_runs
         if self._is_busy():
             max_bytes = min(max_bytes, _PACED_POST_BYTES)
         for read in reads:

@@ -217,7 +217,7 @@ class ReadJob(TransferJob):
             self._begin(link)
         throttle = self.peer.rank.throttle
         now_s = time.perf_counter()
-        is_full = link.num_active >= throttle.window.max_active
+        is_full = link.num_active >= throttle.limits.max_active
         if link.is_closing or is_full or not throttle.admits(now_s):
             return False
         while not self._current.posts:

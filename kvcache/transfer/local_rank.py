@@ -7,9 +7,9 @@ import torch
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import (
-    GPU_WINDOW,
+    GPU_LIMITS,
     MemoryKind,
-    ReadWindow,
+    PostLimits,
     Throttle,
     TransferAgent,
 )
@@ -82,7 +82,7 @@ class LocalRank:
         staging_bytes: int | None = None,
         convert: bool = False,
         costs: CostModel | None = None,
-        limits: ReadWindow | None = None,
+        limits: PostLimits | None = None,
         placer: Placer | None = None,
         maps_only: bool = False,
         is_busy: Callable[[], bool] = _is_never_busy,
@@ -111,8 +111,8 @@ class LocalRank:
         if staging_bytes:
             placer_out_of_staging = staging_placer(pool, convert=convert)
             self.staging = StagingBuffer(staging_bytes, pool, placer_out_of_staging)
-        window = limits or (GPU_WINDOW if on_gpu else ReadWindow())
-        self.throttle = Throttle(window, is_busy) if on_gpu else Throttle(window)
+        limits = limits or (GPU_LIMITS if on_gpu else PostLimits())
+        self.throttle = Throttle(limits, is_busy) if on_gpu else Throttle(limits)
         self.kind: MemoryKind = "VRAM" if on_gpu else "DRAM"
         self._scratch = torch.empty(
             SCRATCH_BYTES, dtype=torch.uint8, device=pool.device

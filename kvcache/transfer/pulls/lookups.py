@@ -98,7 +98,8 @@ class Lookups:
     ) -> None:
         """Ends the lookup that an engine has answered.
 
-        If the lookup has ended already, the lease of the reference is aborted.
+        If the lookup has ended already, or the reference names a different engine, the
+        lease of the reference is aborted.
         """
         lookup = self._open.get(reply.nonce)
         remote = reply.remote

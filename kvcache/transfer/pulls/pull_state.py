@@ -105,7 +105,7 @@ class PullState:
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as in PullDone
         self._is_converted = False  # as in PullDone
-        # What the current cut's digests cover; None if unneeded, or once found equal.
+        # What the current cut's digests cover; None if not needed or already equal.
         self._scope: Scope | None = None
         self._parts: list[DigestPart] = []  # the ranks' parts of D's digest of the cut
         self._sums: bytes | None = None  # P's digest of the cut

@@ -43,7 +43,7 @@ class PullTable:
         return [state for state in self if state.address == address]
 
     def reading_from(self, key: PeerKey) -> list[PullState]:
-        """The open pulls from a peer that are still being read on some rank."""
+        """Those open pulls from a peer that may still have active READs."""
         return [state for state in self if state.is_reading and state.key == key]
 
     def add(self, state: PullState) -> None:

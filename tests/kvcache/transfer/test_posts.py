@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.transfer.agent import ReadWindow, Throttle
+from kvcache.transfer.agent import PostLimits, Throttle
 from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 
@@ -38,7 +38,7 @@ def test_property_posts_move_each_byte_once_and_are_as_large_as_their_limits(
     reads, max_bytes, max_runs
 ):
     whole = [read_of(lengths, rank) for rank, lengths in enumerate(reads)]
-    posts = list(Throttle(ReadWindow(max_bytes, max_runs)).cut(whole))
+    posts = list(Throttle(PostLimits(max_bytes, max_runs)).cut(whole))
     assert as_pairs(posts) == as_pairs(whole)
     for post in posts:
         assert 0 < post.nbytes <= max_bytes
@@ -54,7 +54,7 @@ def test_property_posts_move_each_byte_once_and_are_as_large_as_their_limits(
 
 def test_reads_are_paced_only_while_a_batch_is_computed():
     busy = False
-    throttle = Throttle(ReadWindow(max_bytes=1 << 30), lambda: busy)
+    throttle = Throttle(PostLimits(max_bytes=1 << 30), lambda: busy)
     (post,) = throttle.cut([read_of([200 << 20])])
     throttle.posted(post.nbytes, 10.0)
     assert throttle.admits(10.0)

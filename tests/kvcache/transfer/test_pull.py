@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.transfer.agent import ReadWindow
+from kvcache.transfer.agent import PostLimits
 from kvcache.transfer.pulls.messages import (
     PeerDecided,
     PullDone,
@@ -337,7 +337,7 @@ def test_open_circuit_allows_a_single_pull_after_the_backoff(rig, caplog):
 def test_hanging_reads_do_not_block_other_peers(rig):
     hung = rig(Prefill, engine_id="hung")
     other = rig(Prefill)
-    limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
+    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, limits=limits, settings={"drain_grace_s": 0.05})
     agent = decode.agents[0]
     agent.stall(hung.agents[0].name)

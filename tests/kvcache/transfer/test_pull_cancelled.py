@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from kvcache.transfer.agent import ReadWindow
+from kvcache.transfer.agent import PostLimits
 from kvcache.transfer.pulls.messages import PullDone, PullDrained
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import ENDINGS, PATIENT, Decode, Prefill, nixl_agent
 
 
 def test_cancel_during_a_read_waits_for_the_read_and_posts_nothing_more(rig):
-    limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
+    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
     prefill = rig(Prefill)
     decode = rig(Decode, limits=limits)
     decode.agents[0].stall()
@@ -40,7 +40,7 @@ def test_cancel_of_an_ended_or_unknown_pull_is_answered_once(rig):
 
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
 def test_every_cancelled_pull_ends_in_one_drained_event(rig, make_agent):
-    limits = ReadWindow(max_bytes=4096, max_runs=2, max_active=2)
+    limits = PostLimits(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
     # PATIENT, because otherwise PullStuck may come first on busy machines.
     decode = rig(

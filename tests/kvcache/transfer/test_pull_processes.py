@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import ReadWindow
+from kvcache.transfer.agent import PostLimits
 from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.nixl_agent import NixlAgent
 from kvcache.transfer.plan.endpoint import heads_of
@@ -48,7 +48,7 @@ def lease_all_blocks(child: Child, **options: Any) -> Any:
 
 
 def test_killed_peer_fails_the_pull_and_its_successor_serves(prefill, port):
-    limits = ReadWindow(max_bytes=4096, max_runs=1, max_active=1)
+    limits = PostLimits(max_bytes=4096, max_runs=1, max_active=1)
     settings = {"side_channel_timeout_s": 0.3, **PATIENT}
     decode = Decode(agent, limits=limits, settings=settings, num_blocks=NUM_BLOCKS)
     blocks = list(range(1, NUM_BLOCKS))[::-1]
@@ -107,7 +107,7 @@ from tests.kvcache.transfer.test_pull_processes import *
 prefill = Child("prefill", num_blocks=NUM_BLOCKS, engine_id="P")
 other = Child("prefill", num_blocks=NUM_BLOCKS, engine_id="other")
 settings = {"pull_timeout_s": 100.0, "drain_grace_s": 0.1, "handshake_timeout_s": 100.0}
-limits = ReadWindow(max_bytes=1 << 20)  # more READs hang than may be active at once
+limits = PostLimits(max_bytes=1 << 20)  # more READs hang than may be active at once
 decode = Decode(
     agent,
     settings=settings,

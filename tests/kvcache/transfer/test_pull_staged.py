@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvcache.transfer import job as pull_job
-from kvcache.transfer.agent import ReadWindow
+from kvcache.transfer.agent import PostLimits
 from kvcache.transfer.move import place as placing
 from kvcache.transfer.pulls.messages import PullDone, PullDrained, PullFailed, PullStuck
 from tests.rigs.memory_agent import MemoryAgent
@@ -101,7 +101,7 @@ def test_pull_that_waits_for_a_hanging_peer_does_not_block_staging_memory(
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     hung = rig(Prefill, engine_id="hung", order="LCBNHD")
     other = rig(Prefill)
-    limits = ReadWindow(max_bytes=64, max_runs=1, max_active=2)
+    limits = PostLimits(max_bytes=64, max_runs=1, max_active=2)
     decode = rig(Decode, staging_bytes=1 << 16, limits=limits, order="LCBNHD")
     decode.agents[0].stall(hung.agents[0].name)
     decode.coordinator.pull("direct", hung.lease([5, 6], 16), 0, 16, [3, 4])

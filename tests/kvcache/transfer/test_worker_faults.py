@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvcache.pool import KVPool
-from kvcache.transfer.agent import ReadHandle, ReadState, ReadWindow
+from kvcache.transfer.agent import PostLimits, ReadHandle, ReadState
 from kvcache.transfer.job import ReadJob
 from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move import place as placing
@@ -103,7 +103,7 @@ class Rank:
             HEADS,
             self.agent,
             self.pool,
-            limits=ReadWindow(max_bytes, max_runs=64, max_active=3),
+            limits=PostLimits(max_bytes, max_runs=64, max_active=3),
             staging_bytes=1 << 18 if seed % 2 else None,
             costs=DEFAULT_COSTS["cuda"] if seed % 3 else None,
         )

@@ -39,7 +39,7 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # largest size of a unit: the largest word that a GPU thread moves
-NUM_PARAMETERS = 3 + 4 * 6  # of Units.parameters, not counting the scale factors
+NUM_PARAMETERS = 3 + 4 * 6  # length of Units.parameters without scale factors
 MAX_UNITS = (1 << 31) - 1  # of one launch, because the kernel numbers units with int32
 # Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
 # other kernels get fewer multiprocessors.

@@ -167,7 +167,7 @@ class Api:
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.generation_config = generation_config or GenerationConfig()
-        self.texts = TextEncoder(
+        self.text_encoder = TextEncoder(
             tokenizer,
             self.settings.tool_call_parser,
             split_special_tokens=self.settings.split_special_tokens,

@@ -256,17 +256,17 @@ class _Pages:
     async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
         length = api.client.require_ready().max_model_len
-        api.texts.check_num_items(members, length)
+        api.text_encoder.check_num_items(members, length)
 
         def parse() -> TokenizeRequest:
-            api.texts.check_num_chars(members, length)
+            api.text_encoder.check_num_chars(members, length)
             return validate(TokenizeRequest, members)
 
-        parsed = await api.texts.run_python(num_bytes, parse)
+        parsed = await api.text_encoder.run_python(num_bytes, parse)
         # Clients use the count to learn how far a text exceeds the context. So a text
         # that exceeds the context is not refused if it has at most LONG_CHARS
         # characters.
-        (ids,) = await api.texts.tokenize(
+        (ids,) = await api.text_encoder.tokenize(
             parsed.as_generation(), num_bytes, length, unchecked_chars=LONG_CHARS
         )
 
@@ -280,7 +280,7 @@ class _Pages:
             }
             return msgspec.json.encode(answer)
 
-        return await api.texts.run(len(ids), encode_answer)
+        return await api.text_encoder.run(len(ids), encode_answer)
 
     async def detokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
         api = self._api
@@ -294,4 +294,4 @@ class _Pages:
             text = api.tokenizer.decode_all(parsed.tokens)
             return msgspec.json.encode({"prompt": text})
 
-        return await api.texts.run(num_bytes, encode_answer)
+        return await api.text_encoder.run(num_bytes, encode_answer)

@@ -240,7 +240,7 @@ class HttpRequestState:
             if prompt.is_resumed and self._parsed.num_prompt_logprobs is not None:
                 # The client has already received the prompt's logprobs. Placeholders
                 # replace them, because `prompt_report` needs an entry for each token.
-                prompt.add_logprobs([None] * len(prompt.ids))
+                prompt.add_logprobs([None] * len(prompt.token_ids))
         for number, frame in enumerate(resumed.frames, 1):
             frame_pieces = []
             for entry in frame:
@@ -294,7 +294,7 @@ class HttpRequestState:
         If `pieces` end the request, the events end in [DONE], and this function records
         the request as finished.
         """
-        last = len(pieces) - 1 if self.is_done else -1
+        last_position = len(pieces) - 1 if self.is_done else -1
         shows_tokens = self._parsed.return_token_ids or self._parsed.wants_logprobs
         parts: list[bytes] = []
         usage_so_far = self._usage() if self._parsed.continuous_usage else None
@@ -302,7 +302,7 @@ class HttpRequestState:
             self._num_sent_tokens += len(piece.token_ids)
             # After a stop string has ended the text, pieces have no tokens.
             has_shown_tokens = shows_tokens and piece.token_ids
-            if position == last:
+            if position == last_position:
                 usage, extra = self._finish(piece.finish_reason)
                 parts.append(self.writer.last_chunk(piece, usage, extra))
                 parts.append(self.writer.end)
@@ -349,7 +349,7 @@ class HttpRequestState:
             delta.usage for delta in self._last_deltas() if delta.usage is not None
         ]
         return Usage(
-            prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
             kv=add_kv(usages),

@@ -75,7 +75,7 @@ class PromptGeneration:
         first_index: int = 0,
         answer_id: str = "",
     ) -> None:
-        self.ids = add.token_ids
+        self.token_ids = add.token_ids
         # Whether another server began the response.
         self.is_resumed = bool(add.resumed_choices)
         # The usage of the first choice's latest delta that has one. In a resumed
@@ -170,13 +170,14 @@ class PromptGeneration:
         of `prompt_report`.
         """
         num_logprobs = self.request.num_prompt_logprobs
-        has_logprobs = num_logprobs is None or len(self._logprobs) == len(self.ids)
+        num_tokens = len(self.token_ids)
+        has_logprobs = num_logprobs is None or len(self._logprobs) == num_tokens
         if self._report is not None or not has_logprobs:
             return False
         reports_per_token = int(self.request.wants_echo)
         if num_logprobs is not None:
             reports_per_token += 1 + num_logprobs
-        return reports_per_token * len(self.ids) > INLINE_LOGPROBS
+        return reports_per_token * num_tokens > INLINE_LOGPROBS
 
     def prompt_report(self) -> PromptReport:
         """Return the parts of the response that describe the prompt.
@@ -198,7 +199,9 @@ class PromptGeneration:
         if not self.request.wants_logprobs:
             return text, None
         num_top = self.request.num_logprobs or 0
-        entries = zip(self.ids, self._require_all_logprobs(), offsets, strict=True)
+        entries = zip(
+            self.token_ids, self._require_all_logprobs(), offsets, strict=True
+        )
         tokens = [
             self.token_report(token_id, logprobs, num_top, offset)
             for token_id, logprobs, offset in entries
@@ -215,7 +218,7 @@ class PromptGeneration:
         num_top = self.request.prompt_logprobs
         if num_top is None or self.request.is_prefill:
             return None
-        entries = zip(self.ids, self._require_all_logprobs(), strict=True)
+        entries = zip(self.token_ids, self._require_all_logprobs(), strict=True)
         return [
             logprobs and Raw(_encode(self._logprobs_by_id(token_id, logprobs, num_top)))
             for token_id, logprobs in entries
@@ -238,10 +241,10 @@ class PromptGeneration:
         }
 
     def _require_all_logprobs(self) -> list[TokenLogprobs | None]:
-        if len(self._logprobs) != len(self.ids):
+        if len(self._logprobs) != len(self.token_ids):
             raise InternalError(
                 f"The engine returned logprobs for {len(self._logprobs)} of the "
-                f"prompt's {len(self.ids)} tokens."
+                f"prompt's {len(self.token_ids)} tokens."
             )
         return self._logprobs
 
@@ -254,9 +257,9 @@ class PromptGeneration:
         """
         skips_special = self._client_text is None and self.request.skip_special_tokens
         detokenizer = create_detokenizer(
-            self._tokenizer, self.ids, skip_special_tokens=skips_special
+            self._tokenizer, self.token_ids, skip_special_tokens=skips_special
         )
-        text, offsets = detokenizer.echo(self.ids)
+        text, offsets = detokenizer.echo(self.token_ids)
         if self._client_text is None:
             return text, offsets
         size = len(self._client_text)
@@ -313,7 +316,7 @@ class ChoiceStream:
         self._max_tokens = add.max_tokens
         # The text of a stop token is shown only with `include_stop_str_in_output`.
         keeps_stop = request.include_stop_str_in_output
-        self._end_ids = frozenset(() if keeps_stop else add.stop_token_ids)
+        self._hidden_stop_ids = frozenset(() if keeps_stop else add.stop_token_ids)
         # Tags that the parsers must see, even if the tags are special tokens, which the
         # detokenizer otherwise skips.
         visible_tags: tuple[str, ...] = () if reasoning.is_over else THINK_TAGS
@@ -326,17 +329,17 @@ class ChoiceStream:
             visible_tags=visible_tags,
             echoes_prompt=request.wants_echo,
         )
-        self._stops = StopFinder(request.stop, keeps_stop=keeps_stop)
+        self._stop_finder = StopFinder(request.stop, keeps_stop=keeps_stop)
         # Number of characters in the answer so far, including those that a parser holds
         # back.
-        self._offset = 0
+        self._num_chars = 0
         self._is_first_piece = True
         self._tool_parser = tool_parser
         self.num_reasoning_tokens = 0
         # How many of the last tokens have text that the reasoning parser holds back.
         # These tokens count as reasoning unless `_finish` assigns them to the answer.
         self._num_held_back = 0
-        self._reasoning = reasoning
+        self._reasoning_parser = reasoning
 
     @property
     def needs_abort(self) -> bool:
@@ -369,7 +372,7 @@ class ChoiceStream:
             self._add_token(piece, token_id, logprobs)
         if delta.finish_reason is not None:
             self._finish(piece, delta)
-        if self._tool_parser is not None and self._reasoning.is_over:
+        if self._tool_parser is not None and self._reasoning_parser.is_over:
             _separate_calls(piece, self._tool_parser)
         return piece
 
@@ -388,32 +391,34 @@ class ChoiceStream:
             report = self._prompt.prompt_report()
             piece.prompt_logprobs = report.logprobs
             if request.return_token_ids:
-                piece.prompt_token_ids = list(self._prompt.ids)
+                piece.prompt_token_ids = list(self._prompt.token_ids)
             if request.wants_echo:
                 piece.text = report.text
                 piece.logprobs = None if report.tokens is None else [*report.tokens]
-                self._offset = len(report.text)
+                self._num_chars = len(report.text)
         return piece
 
     def _add_token(
         self, piece: ChoicePiece, token_id: int, logprobs: TokenLogprobs | None
     ) -> None:
-        reasoning = self._reasoning
+        reasoning = self._reasoning_parser
         self.num_tokens += 1
         self._last_token_id = token_id
         piece.token_ids.append(token_id)
         if tag := reasoning.tags.get(token_id):
             text = self._detokenizer.flush() + tag
+        elif token_id in self._hidden_stop_ids:
+            text = ""
         else:
-            text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
-        offset = self._offset
-        self._offset += len(text)
+            text = self._detokenizer.push(token_id)
+        offset = self._num_chars
+        self._num_chars += len(text)
         is_head_text = bool(tag) or reasoning.is_in_head
         may_think = reasoning.may_think
         # Stop strings are searched for only after min_tokens, and never in the head of
         # a harmony message, because the client does not see the head.
         if self.num_tokens > self._request.min_tokens and not reasoning.is_in_head:
-            text, self.hit_stop_string = self._stops.push(text)
+            text, self.hit_stop_string = self._stop_finder.push(text)
         self._add_text(piece, *reasoning.feed(text))
         is_thought = may_think and reasoning.is_inside
         self.num_reasoning_tokens += is_thought
@@ -431,19 +436,21 @@ class ChoiceStream:
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.last_delta = delta
         if not self.hit_stop_string:
-            text, self.hit_stop_string = self._stops.push(self._detokenizer.flush())
-            text += self._stops.flush()
-            self._add_text(piece, *self._reasoning.feed(text))
-        was_over = self._reasoning.is_over
+            text, self.hit_stop_string = self._stop_finder.push(
+                self._detokenizer.flush()
+            )
+            text += self._stop_finder.flush()
+            self._add_text(piece, *self._reasoning_parser.feed(text))
+        was_over = self._reasoning_parser.is_over
         is_truncated = delta.finish_reason != "stop" and not self.hit_stop_string
-        reasoning, text = self._reasoning.finish(is_truncated=is_truncated)
+        reasoning, text = self._reasoning_parser.finish(is_truncated=is_truncated)
         self._add_text(piece, reasoning, text)
         if text and not was_over:
             self.num_reasoning_tokens = max(
                 0, self.num_reasoning_tokens - self._num_held_back
             )
         piece.finish_reason = "stop" if self.hit_stop_string else delta.finish_reason
-        piece.stop_reason = self._stops.matched_stop
+        piece.stop_reason = self._stop_finder.matched_stop
         is_stop_token = self._last_token_id in self._request.stop_token_ids
         if piece.finish_reason == "stop" and is_stop_token:
             piece.stop_reason = piece.stop_reason or self._last_token_id

@@ -18,7 +18,7 @@ from engine.http.call import HttpRequestState
 from engine.http.limits import (
     check_against_server,
     check_logprobs,
-    check_size,
+    check_num_tokens,
     check_token_ids,
     guided_decodings,
     set_default_model,
@@ -122,7 +122,7 @@ async def _start(
         if resumed is not None:
             adds = resume_requests(resumed, api, endpoint, adds)
         prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
-        adds = await api.texts.run_python(_parsing_size(api, num_bytes), prepare)
+        adds = await api.text_encoder.run_python(_parsing_size(api, num_bytes), prepare)
     adds = [msgspec.structs.replace(add, share=stats.share) for add in adds]
     open_adds = [add for add in adds if has_open_choice(add)]
     queue_entry = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
@@ -184,20 +184,20 @@ async def _prepare(
     """
     ready = api.client.require_ready()
     max_model_len = ready.max_model_len
-    api.texts.check_num_items(members, max_model_len)
+    api.text_encoder.check_num_items(members, max_model_len)
 
     def parse() -> tuple[GenerationRequest, list[GuidedDecoding]]:
-        api.texts.check_num_chars(members, max_model_len)
+        api.text_encoder.check_num_chars(members, max_model_len)
         parsed = endpoint.parse(members).with_defaults(api.generation_config)
         return parsed, guided_decodings(parsed)
 
-    parsed, all_guided = await api.texts.run_python(
+    parsed, all_guided = await api.text_encoder.run_python(
         _parsing_size(api, num_bytes), parse
     )
     check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
     if all_guided:
         await api.grammars.check(all_guided)
-    prompts = await api.texts.tokenize(parsed, num_bytes, max_model_len)
+    prompts = await api.text_encoder.tokenize(parsed, num_bytes, max_model_len)
     default_limit = api.generation_config.max_new_tokens
     limits = [
         token_limit(parsed, len(ids), max_model_len, default_limit) for ids in prompts
@@ -207,7 +207,7 @@ async def _prepare(
     for ids in prompts:
         check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
-    check_size(parsed, lengths, max_model_len, api.settings.max_num_seqs)
+    check_num_tokens(parsed, lengths, max_model_len, api.settings.max_num_seqs)
     check_logprobs(
         parsed,
         num_prompt_tokens=sum(map(len, prompts)),
@@ -216,7 +216,7 @@ async def _prepare(
     # `_make_adds` tokenizes the bad words, so its cost depends on their length.
     num_chars = sum(map(len, parsed.bad_words))
     make_adds = partial(_make_adds, api, parsed, prompts, limits)
-    adds = await api.texts.run(num_chars, make_adds)
+    adds = await api.text_encoder.run(num_chars, make_adds)
     return parsed, adds
 
 

@@ -27,7 +27,7 @@ MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STREAMED_LOGPROBS = 1 << 15
 # The most logprobs of output tokens in one response. This number of logprobs takes
 # about 0.3 GB.
-MAX_LOGPROBS = 1 << 23
+MAX_OUTPUT_LOGPROBS = 1 << 23
 
 
 def set_default_model(members: dict[str, Any], served: str) -> None:
@@ -190,12 +190,12 @@ def check_logprobs(
         return
     num_logprobs = num_output_tokens * (1 + parsed.num_logprobs)
     is_streamed_once = parsed.stream and parsed.streams_logprobs_once
-    if num_logprobs > MAX_LOGPROBS and not is_streamed_once:
+    if num_logprobs > MAX_OUTPUT_LOGPROBS and not is_streamed_once:
         alternative = ", or stream it" if parsed.streams_logprobs_once else ""
         refuse(
             parsed.logprobs_field,
             f"asks for up to {num_logprobs} logprobs of generated tokens; the limit is "
-            f"{MAX_LOGPROBS} in a response; lower `n` or `{parsed.limit_field}`"
+            f"{MAX_OUTPUT_LOGPROBS} in a response; lower `n` or `{parsed.limit_field}`"
             f"{alternative}",
         )
 
@@ -218,7 +218,7 @@ def _check_prompt_logprobs(parsed: GenerationRequest, num_prompt_tokens: int) ->
         )
 
 
-def check_size(
+def check_num_tokens(
     parsed: GenerationRequest,
     lengths: Sequence[int],
     max_model_len: int,

@@ -62,9 +62,9 @@ class TextWorkers:
     def __init__(self) -> None:
         num_tokenizing = min(available_cores(), _MAX_TOKENIZING_THREADS)
         num_tokenizing = max(_MIN_TOKENIZING_THREADS, num_tokenizing)
-        self._tokenizing = asyncio.Semaphore(num_tokenizing)
-        self._python = asyncio.Semaphore(_NUM_PYTHON_THREADS)
-        self._long = asyncio.Semaphore(1)
+        self._tokenizing_lane = asyncio.Semaphore(num_tokenizing)
+        self._python_lane = asyncio.Semaphore(_NUM_PYTHON_THREADS)
+        self._long_lane = asyncio.Semaphore(1)
         num_threads = num_tokenizing + _NUM_PYTHON_THREADS + 1
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._num_chars = 0  # the sum of the sizes of waiting and running work
@@ -83,11 +83,11 @@ class TextWorkers:
         Raises:
             QueueFull: too much work is already waiting.
         """
-        return await self._run(size, work, self._tokenizing)
+        return await self._run(size, work, self._tokenizing_lane)
 
     async def run_python(self, size: int, work: Callable[[], _T]) -> _T:
         """Run `work`, which is mostly Python code. See `run`."""
-        return await self._run(size, work, self._python)
+        return await self._run(size, work, self._python_lane)
 
     async def _run(
         self, size: int, work: Callable[[], _T], lane: asyncio.Semaphore
@@ -100,7 +100,7 @@ class TextWorkers:
                 "to be tokenized; try again soon"
             )
         if size > LONG_CHARS:
-            lane = self._long
+            lane = self._long_lane
         self._num_chars += size
         try:
             await lane.acquire()

@@ -53,7 +53,7 @@ class ToolParser:
         has_short_ids: bool = False,
         answer_id: str = "",
     ) -> None:
-        self._allows_parallel = tools.parallel
+        self._allows_parallel = tools.is_parallel
         self._answer = AnswerReader(
             tools.names,
             requires_offered_name=format_class.requires_offered_name,
@@ -68,7 +68,7 @@ class ToolParser:
     def num_calls(self) -> int:
         """How many calls the model has begun.
 
-        Calls that the client does not receive count, too: see `Tools.parallel`.
+        Calls that the client does not receive count, too: see `Tools.is_parallel`.
         """
         return self._answer.num_calls
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
-from protocol.openai.requests import Read, Strict, fault, neutral, refuse
+from protocol.openai.requests import ReadFrom, Strict, fault, neutral, refuse
 from protocol.openai.sampling import (
-    MAX_LOGPROBS,
+    MAX_TOP_LOGPROBS,
     UNREAD,
     GenerationRequest,
     Switch,
@@ -80,7 +80,7 @@ class CalledFunction(Strict):
     model_config = ConfigDict(extra="ignore")
 
     name: str = Field(description="a string")
-    arguments: Annotated[Any, Read(str | dict[str, Any], _as_object)] = Field(
+    arguments: Annotated[Any, ReadFrom(str | dict[str, Any], _as_object)] = Field(
         {}, description="a JSON text"
     )
 
@@ -131,7 +131,7 @@ class Message(Strict):
     )
     name: Text = None
     tool_calls: Annotated[
-        list[ToolCall] | None, Read(_Calls, lambda calls: calls or None)
+        list[ToolCall] | None, ReadFrom(_Calls, lambda calls: calls or None)
     ] = Field(None, description="a list, in an assistant's message only")
     tool_call_id: Text = None
     cache_control: Any = UNREAD  # not needed: all prompts use the prefix cache
@@ -227,12 +227,12 @@ class ChatRequest(PromptFields, GenerationRequest):
     endpoint = "/v1/chat/completions"
     summary = "Answers a conversation."
     prompt_field = "messages"
-    # See `path` in Tools.
+    # See the attribute of the same name in Tools.
     function_path: ClassVar[str] = "function."
 
     messages: Messages
     logprobs: Switch = False
-    top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
+    top_logprobs: int = integer(0, 0, MAX_TOP_LOGPROBS)
     # Add special tokens in addition to those of the chat template.
     add_special_tokens: Switch = False
     include_reasoning: Switch = True
@@ -250,8 +250,8 @@ class ChatRequest(PromptFields, GenerationRequest):
         return read_tools(
             self.tools,
             self.tool_choice,
-            parallel=self.parallel_tool_calls,
-            path=self.function_path,
+            is_parallel=self.parallel_tool_calls,
+            function_path=self.function_path,
         )
 
     @cached_property

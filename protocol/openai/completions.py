@@ -11,7 +11,7 @@ from protocol.openai.requests import neutral, refuse
 from protocol.openai.sampling import (
     MAX_CHOICES,
     MAX_INT31,
-    MAX_LOGPROBS,
+    MAX_TOP_LOGPROBS,
     GenerationRequest,
     Switch,
     integer,
@@ -60,7 +60,7 @@ class CompletionRequest(GenerationRequest):
     ]
     max_tokens: int | None = integer(None, 0, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 0, MAX_INT31)
-    logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
+    logprobs: int | None = integer(None, 0, MAX_TOP_LOGPROBS)
     echo: Switch = False
     # Add the special tokens that the model expects around a text.
     add_special_tokens: Switch = True

@@ -114,7 +114,7 @@ def _check_neutral(name: str, value: Any, neutral_values: tuple[Any, ...]) -> No
 Model = TypeVar("Model", bound=Strict)
 
 
-class Read:
+class ReadFrom:
     """Annotates a field that has a different type in requests than in Python.
 
     Args:
@@ -353,7 +353,7 @@ def _object_classes(kind: Any) -> Iterator[type[Strict]]:
     match kind:
         case FieldInfo():
             inner: tuple[Any, ...] = (kind.annotation, *kind.metadata)
-        case Read():
+        case ReadFrom():
             inner = (kind.kind,)
         case type() if issubclass(kind, Strict):
             yield kind

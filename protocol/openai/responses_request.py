@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from protocol.openai.chat import ChatRequest, Effort, Verbosity, join_texts
-from protocol.openai.requests import Read, Strict, fault, neutral, refuse, validate
+from protocol.openai.requests import ReadFrom, Strict, fault, neutral, refuse, validate
 from protocol.openai.sampling import (
     MAX_INT31,
-    MAX_LOGPROBS,
+    MAX_TOP_LOGPROBS,
     UNREAD,
     CommonFields,
     SamplingAndStopFields,
@@ -52,7 +52,7 @@ class InputPart(Strict):
 
 
 Parts = Annotated[
-    str, Read(str | Annotated[list[InputPart], Field(fail_fast=True)], join_texts)
+    str, ReadFrom(str | Annotated[list[InputPart], Field(fail_fast=True)], join_texts)
 ]
 _REQUIRED_MEMBERS: Final = {
     "message": ("role", "content"),
@@ -124,7 +124,7 @@ class TextFormat(SchemaMembers):
 
 
 class TextOptions(Strict):
-    format: Annotated[dict[str, Any] | None, Read(TextFormat)] = Field(
+    format: Annotated[dict[str, Any] | None, ReadFrom(TextFormat)] = Field(
         None,
         description='{"type": "text"}, {"type": "json_object"} or '
         '{"type": "json_schema", "name": "...", "schema": {...}}',
@@ -225,9 +225,11 @@ class ResponsesRequest(SamplingAndStopFields, CommonFields):
     endpoint = "/v1/responses"
     summary = "Answers a text or a conversation."
 
-    input: Annotated[list[dict[str, Any]], Read(str | _Items, _as_messages)] = Field(
-        description="a string, or a list of messages with `role` and `content`, not "
-        "empty"
+    input: Annotated[list[dict[str, Any]], ReadFrom(str | _Items, _as_messages)] = (
+        Field(
+            description="a string, or a list of messages with `role` and `content`, "
+            "not empty"
+        )
     )
     instructions: Text = None
     max_output_tokens: int | None = integer(None, 1, MAX_INT31)
@@ -239,7 +241,7 @@ class ResponsesRequest(SamplingAndStopFields, CommonFields):
     text: TextOptions = Field(TextOptions(), description="an object with `format`")
     tools: Annotated[
         list[dict[str, Any]],
-        Read(
+        ReadFrom(
             Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
         ),
     ] = Field([], description=f"a list of at most {MAX_TOOLS} functions")
@@ -260,7 +262,7 @@ class ResponsesRequest(SamplingAndStopFields, CommonFields):
     include: Annotated[list[Included], Field(fail_fast=True)] = Field(
         [], description=f'a list of "{LOGPROBS}" and "reasoning.encrypted_content"'
     )
-    top_logprobs: int = integer(0, 0, MAX_LOGPROBS)
+    top_logprobs: int = integer(0, 0, MAX_TOP_LOGPROBS)
     chat_template_kwargs: Variables = Field({})
     structured_outputs: StructuredOutputs | None = Field(
         None,

@@ -196,17 +196,17 @@ class ResponsesWriter(ResponseWriter):
         """Adds a piece to the items, and yields its events."""
         if piece.reasoning:
             self._pending_logprobs.clear()  # of whitespace before the reasoning
-            yield from self._add(_REASONING, piece.reasoning)
+            yield from self._add_text(_REASONING, piece.reasoning)
         self._pending_logprobs += (
             report for report in piece.logprobs or () if report.is_of_text
         )
         if piece.text:
-            yield from self._add(_MESSAGE, piece.text)
+            yield from self._add_text(_MESSAGE, piece.text)
         for call in piece.tool_calls:
             self._pending_logprobs.clear()
-            yield from self._add(_CALL, call.arguments, call)
+            yield from self._add_text(_CALL, call.arguments, call)
 
-    def _add(
+    def _add_text(
         self, kind: str, text: str, call: ToolCallPiece | None = None
     ) -> Iterator[bytes]:
         """Adds text to the current item, or to a new item if the kind differs.
@@ -267,7 +267,7 @@ class ResponsesWriter(ResponseWriter):
             piece: The last piece, or all pieces of the choice joined.
         """
         if self._item is None:
-            yield from self._add(_MESSAGE, "")
+            yield from self._add_text(_MESSAGE, "")
         elif self._item.kind == _MESSAGE:
             # The pending logprobs are of tokens without text, such as the
             # end-of-sequence token.

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from protocol.cache_salt import MAX_CHARS
 from protocol.messages import SamplingParams
-from protocol.openai.requests import ModelName, Read, Strict, fault, neutral, refuse
+from protocol.openai.requests import ModelName, ReadFrom, Strict, fault, neutral, refuse
 from protocol.openai.structured import StructuredFields
 from protocol.openai.truncation import max_prompt_tokens
 
@@ -23,7 +23,7 @@ MAX_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
-MAX_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 # Sampling is greedy if the temperature is below this value. Logits divided by such a
 # temperature could overflow float32, and the samples would be greedy anyway.
@@ -39,12 +39,12 @@ def integer(default: int | None, low: int, high: int) -> Any:
     )
 
 
-def _listed(item: Any, min_length: int, max_length: int) -> Read:
+def _tuple_from_list(item: Any, min_length: int, max_length: int) -> ReadFrom:
     """Returns the annotation of a field that is a list in requests and a tuple in
     Python.
     """
     size = Field(fail_fast=True, min_length=min_length, max_length=max_length)
-    return Read(Annotated[list[item], size], tuple)
+    return ReadFrom(Annotated[list[item], size], tuple)
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -84,7 +84,7 @@ CacheSalt = Annotated[
 Switch = Annotated[bool, Field(description="true or false")]
 Stops = Annotated[
     tuple[str, ...],
-    Read(
+    ReadFrom(
         _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)],
         lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
     ),
@@ -95,17 +95,17 @@ Stops = Annotated[
 ]
 StopTokenIds = Annotated[
     tuple[int, ...],
-    _listed(_TokenId, 0, MAX_STOP_TOKEN_IDS),
+    _tuple_from_list(_TokenId, 0, MAX_STOP_TOKEN_IDS),
     Field(description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"),
 ]
 AllowedTokenIds = Annotated[
     tuple[int, ...],
-    _listed(_TokenId, 1, MAX_ALLOWED_TOKEN_IDS),
+    _tuple_from_list(_TokenId, 1, MAX_ALLOWED_TOKEN_IDS),
     Field(description=f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids"),
 ]
 BadWords = Annotated[
     tuple[str, ...],
-    _listed(_BadWord, 0, MAX_BAD_WORDS),
+    _tuple_from_list(_BadWord, 0, MAX_BAD_WORDS),
     Field(
         description=f"a list of at most {MAX_BAD_WORDS} strings, none of them empty or "
         f"longer than {MAX_BAD_WORD_CHARS} characters"
@@ -113,7 +113,7 @@ BadWords = Annotated[
 ]
 Biases = Annotated[
     dict[int, float],
-    Read(
+    ReadFrom(
         Annotated[dict[_TokenIdKey, _Bias], _BiasesField],
         lambda biases: {int(token): bias for token, bias in biases.items()},
     ),
@@ -247,7 +247,7 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
         StreamOptions(), description="an object with `include_usage`: true or false"
     )
     n: int = integer(1, 1, MAX_CHOICES)
-    prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = integer(None, 0, MAX_TOP_LOGPROBS)
     return_tokens_as_token_ids: Switch = False
     return_token_ids: Switch = False
 
@@ -262,7 +262,7 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     no_stop_trim: Any = neutral(False)
     spaces_between_special_tokens: Any = neutral(True)
     detokenize: Any = neutral(True)
-    metadata: Annotated[None, Read(dict[str, Any], lambda _: None)] = Field(
+    metadata: Annotated[None, ReadFrom(dict[str, Any], lambda _: None)] = Field(
         None, exclude=True, description="an object of strings; it changes nothing here"
     )
     include_reasoning: Any = neutral(True)

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from protocol import exact_json
 from protocol.messages import Grammar
-from protocol.openai.requests import Read, Strict, fault, refuse
+from protocol.openai.requests import ReadFrom, Strict, fault, refuse
 
 MAX_CHOICE_TEXTS = 1024
 
@@ -46,17 +46,17 @@ _Choices = Annotated[
 ]
 JsonSchema = Annotated[
     Grammar | None,
-    Read(dict[str, Any] | str, _schema_grammar),
+    ReadFrom(dict[str, Any] | str, _schema_grammar),
     Field(description="a JSON schema, as an object or as JSON text"),
 ]
 Regex = Annotated[
     Grammar | None,
-    Read(_Text, partial(Grammar, "regex")),
+    ReadFrom(_Text, partial(Grammar, "regex")),
     Field(description="a regular expression, a string that is not empty"),
 ]
 Choice = Annotated[
     Grammar | None,
-    Read(
+    ReadFrom(
         _Choices,
         lambda texts: Grammar("choice", json.dumps(texts, ensure_ascii=False)),
     ),
@@ -64,12 +64,12 @@ Choice = Annotated[
 ]
 LarkGrammar = Annotated[
     Grammar | None,
-    Read(_Text, partial(Grammar, "grammar")),
+    ReadFrom(_Text, partial(Grammar, "grammar")),
     Field(description="a grammar in Lark or GBNF form, a string"),
 ]
 JsonObject = Annotated[
     Grammar | None,
-    Read(bool, lambda is_on: Grammar("json_object") if is_on else None),
+    ReadFrom(bool, lambda is_on: Grammar("json_object") if is_on else None),
     Field(description="true or false"),
 ]
 FormatType = Annotated[
@@ -83,8 +83,8 @@ class SchemaMembers(Strict):
 
     description: str | None = Field(None, description="a string")
     strict: bool | None = Field(None, description="true or false")
-    schema_: Annotated[Grammar | None, Read(dict[str, Any], _schema_grammar)] = Field(
-        None, alias="schema", description="a JSON schema, an object"
+    schema_: Annotated[Grammar | None, ReadFrom(dict[str, Any], _schema_grammar)] = (
+        Field(None, alias="schema", description="a JSON schema, an object")
     )
 
 
@@ -102,10 +102,12 @@ class ResponseFormat(Strict):
     json_schema: NamedSchema | None = Field(
         None, description="an object with `name` and `schema`"
     )
-    schema_: Annotated[Grammar | None, Read(dict[str, Any], _schema_grammar)] = Field(
-        None,
-        alias="schema",
-        description='a JSON schema, an object; it needs "type": "json_object"',
+    schema_: Annotated[Grammar | None, ReadFrom(dict[str, Any], _schema_grammar)] = (
+        Field(
+            None,
+            alias="schema",
+            description='a JSON schema, an object; it needs "type": "json_object"',
+        )
     )
 
     @model_validator(mode="after")

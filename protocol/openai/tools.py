@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 
 from protocol import exact_json
 from protocol.messages import DemandedCalls, Grammar
-from protocol.openai.requests import Read, Strict, refuse, wrong_value
+from protocol.openai.requests import ReadFrom, Strict, refuse, wrong_value
 from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
 
@@ -59,7 +59,7 @@ class Tool(Strict):
 
 OfferedTools = Annotated[
     list[dict[str, Any]] | None,
-    Read(Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]),
+    ReadFrom(Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]),
     Field(description=f"a list of at most {MAX_TOOLS} tools"),
 ]
 ToolChoice = Annotated[
@@ -82,16 +82,16 @@ class Tools:
         mode: "none": the model does not see the tools. "auto": the model decides
             whether to call one. "required" or "named": the model must call one.
         name: In mode "named", the name of the tool that must be called.
-        parallel: Whether an answer may have several calls.
-        path: Path, within a tool, of the members of its function, for error messages:
-            "function." in chats, empty in /v1/responses.
+        is_parallel: Whether an answer may have several calls.
+        function_path: Path, within a tool, of the members of its function, for error
+            messages: "function." in chats, empty in /v1/responses.
     """
 
     offered: tuple[dict[str, Any], ...] = ()
     mode: Mode = "none"
     name: str | None = None
-    parallel: bool = True
-    path: str = "function."
+    is_parallel: bool = True
+    function_path: str = "function."
 
     @property
     def is_active(self) -> bool:
@@ -115,25 +115,25 @@ class Tools:
                 (tool["function"]["name"], msgspec.Raw(schema_text(tool).encode()))
                 for tool in self.offered
             ]
-            calls = msgspec.json.encode(DemandedCalls(tools, self.parallel)).decode()
+            calls = msgspec.json.encode(DemandedCalls(tools, self.is_parallel)).decode()
             return GuidedDecoding(Grammar("calls", calls), "tools")
         return None
 
     def schema_path(self, index: int) -> str:
         """Returns the path of a tool's schema in the request, for error messages."""
-        return f"tools[{index}].{self.path}parameters"
+        return f"tools[{index}].{self.function_path}parameters"
 
 
 def read_tools(
-    tools: OfferedTools, choice: ToolChoice, parallel: bool, path: str
+    tools: OfferedTools, choice: ToolChoice, is_parallel: bool, function_path: str
 ) -> Tools:
     """Returns the validated tools of a request.
 
     Args:
         tools: The field `tools`; None if the client has not sent it.
         choice: The field `tool_choice`; None if the client has not sent it.
-        parallel: See Tools.
-        path: See Tools.
+        is_parallel: See Tools.
+        function_path: See Tools.
 
     Raises:
         InvalidRequest: Two tools have the same name, or the choice requires a tool that
@@ -149,20 +149,21 @@ def read_tools(
     names = [tool["function"]["name"] for tool in offered]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise wrong_value(f"tools[{index}].{path}name", name, "used once only")
+            path = f"tools[{index}].{function_path}name"
+            raise wrong_value(path, name, "used once only")
     if choice in (None, "auto", "none"):
         mode: Mode = "auto" if offered and choice != "none" else "none"
-        return Tools(offered, mode, None, parallel, path)
+        return Tools(offered, mode, None, is_parallel, function_path)
     chosen_name = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
         shown = short_repr(chosen_name or choice)
         refuse("tool_choice", f"is {shown}, but no `tools` are given; send `tools`")
     if chosen_name is None:
-        return Tools(offered, "required", None, parallel, path)
+        return Tools(offered, "required", None, is_parallel, function_path)
     if chosen_name not in names:
         must_be = "one of the tools: " + ", ".join(names[:20])
-        raise wrong_value(f"tool_choice.{path}name", chosen_name, must_be)
-    return Tools(offered, "named", chosen_name, parallel, path)
+        raise wrong_value(f"tool_choice.{function_path}name", chosen_name, must_be)
+    return Tools(offered, "named", chosen_name, is_parallel, function_path)
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:

@@ -392,7 +392,7 @@ async def test_logprobs_of_a_long_prompt_are_bounded_and_delay_no_other_request(
 async def test_logprobs_of_an_answer_without_a_stream_are_bounded(
     tokenizer, monkeypatch
 ):
-    monkeypatch.setattr("engine.http.limits.MAX_LOGPROBS", 2 * 3 * 100)
+    monkeypatch.setattr("engine.http.limits.MAX_OUTPUT_LOGPROBS", 2 * 3 * 100)
     request = {"prompt": "a", "logprobs": 2, "n": 2}
     async with serving_4k(tokenizer, text_script(tokenizer, "ab")) as server:
         error = (await server.post(**request, max_tokens=101)).json()["error"]

@@ -226,7 +226,7 @@ def test_default_of_tool_choice_is_none_without_tools_and_auto_with_tools():
     assert toolset_of(tool_choice="auto").mode == "none"
     assert not toolset_of(tools=[tool()], tool_choice="none").is_active
     result = toolset_of(tools=[tool(description="d", parameters=None)])
-    assert (result.mode, result.is_active, result.parallel) == ("auto", True, True)
+    assert (result.mode, result.is_active, result.is_parallel) == ("auto", True, True)
     assert result.offered == (tool(description="d"),)
     assert result.guided_decoding is None
 

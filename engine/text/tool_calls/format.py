@@ -59,6 +59,6 @@ class ToolCallFormat(ABC):
     def has_complete_calls(self) -> bool:
         """Whether the client receives calls, all with complete arguments."""
         num_calls = self.answer.num_calls
-        if not self.tools.parallel:
+        if not self.tools.is_parallel:
             num_calls = min(num_calls, 1)
         return num_calls > 0 and self.answer.open_calls.isdisjoint(range(num_calls))

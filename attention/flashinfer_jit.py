@@ -23,6 +23,7 @@ from attention.support import LATENT_DIM, ROPE_DIM, AttentionSpec
 logger = logging.getLogger("baton.engine")
 
 _COMPILER_BYTES: Final = 4 * 2**30  # memory of one compiler process, with a margin
+_NO_POSITION_ENCODING: Final = 0
 
 
 def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
@@ -42,17 +43,6 @@ def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
         return {f"{backend} for latents": module}
     modules = {}
     for has_window, has_soft_cap in spec.kinds:
-        # The 0 means no position encoding. The False means that products of queries and
-        # keys are not accumulated in 16 bits.
-        options = (
-            torch.int32,
-            spec.head_dim,
-            spec.head_dim,
-            0,
-            has_window,
-            has_soft_cap,
-            False,
-        )
         features = []
         if has_window:
             features.append("window")
@@ -61,11 +51,31 @@ def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
         suffix = " with " + " and ".join(features) if features else ""
         if not is_hopper or kv_dtype != q_dtype:
             modules[f"fa2{suffix}"] = generators._gen_batch_prefill_primary_module(
-                "fa2", q_dtype, kv_dtype, q_dtype, *options
+                "fa2",
+                q_dtype,
+                kv_dtype,
+                q_dtype,
+                torch.int32,
+                spec.head_dim,
+                spec.head_dim,
+                _NO_POSITION_ENCODING,
+                has_window,
+                has_soft_cap,
+                False,  # products of queries and keys are not summed in 16 bits
             )
         if is_hopper:
             modules[f"fa3{suffix}"] = gen_batch_prefill_module(
-                "fa3", q_dtype, q_dtype, q_dtype, *options
+                "fa3",
+                q_dtype,
+                q_dtype,
+                q_dtype,
+                torch.int32,
+                spec.head_dim,
+                spec.head_dim,
+                _NO_POSITION_ENCODING,
+                has_window,
+                has_soft_cap,
+                False,
             )
     return modules
 

@@ -143,30 +143,33 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         for side in (settings.prefill, settings.decode)
     )
     prefill_ranks = p.endpoints(model, tokens)
-    tables = (d.tables(model, tokens), p.tables(model, tokens))
+    decode_tables = d.tables(model, tokens)
+    prefill_tables = p.tables(model, tokens)
     configured = CostModel.configured(settings.transfer_costs, settings.device)
     costs = configured or DEFAULT_COSTS[settings.device]
     ranks = []
     for decode_rank in d.endpoints(model, tokens):
-        staging = settings.staging_bytes
-        convert = settings.kv_convert
         planner = Planner(
-            decode_rank, prefill_ranks, heads, staging_bytes=staging, convert=convert
+            decode_rank,
+            prefill_ranks,
+            heads,
+            staging_bytes=settings.staging_bytes,
+            convert=settings.kv_convert,
         )
+        plans = []
         token_ranges = decode_rank.groups.token_ranges(hit, tokens, tokens)
-        transfers = (
-            planner.make_transfer((token_range.start, token_range.stop), *block_tables)
-            for token_range, *block_tables in zip(token_ranges, *tables, strict=True)
-        )
-        plan = join_plans([planner.plan(transfer, costs) for transfer in transfers])
+        tables = zip(token_ranges, decode_tables, prefill_tables, strict=True)
+        for token_range, decode_table, prefill_table in tables:
+            span = (token_range.start, token_range.stop)
+            transfer = planner.make_transfer(span, decode_table, prefill_table)
+            plans.append(planner.plan(transfer, costs))
         token_counts = decode_rank.stripe.num_local(np.array([hit, tokens]))
-        num_hit, num_total = token_counts.tolist()
         rank = {
             "rank": decode_rank.rank,
             "heads": _listed(decode_rank.heads(heads)),
-            "tokens": num_total - num_hit,
+            "tokens": int(token_counts[1] - token_counts[0]),
         }
-        ranks.append(rank | _plan_values(plan))
+        ranks.append(rank | _plan_values(join_plans(plans)))
     used_p_ranks = {number for rank in ranks for number in rank["remote_ranks"]}
     per_1000 = max(rank["estimated_s"] for rank in ranks) * 1000 / max(tokens - hit, 1)
     return {

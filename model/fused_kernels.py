@@ -174,7 +174,8 @@ def _one_row(  # type: ignore[no-untyped-def]
     for start in range(0, WIDTH, COLUMNS):
         value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
         inside = start + COLUMNS + column < WIDTH  # for the next tile
-        after, more = start + COLUMNS, inside[:, None, :]
+        after = start + COLUMNS
+        more = inside[:, None, :]
         if NORM:
             squares += tl.sum(value * value, 1)
             value *= factor.to(tl.float32)

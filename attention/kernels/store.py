@@ -90,12 +90,16 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     PAIR: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
     STORE: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
-    some, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    some = tl.arange(0, HEADS)[:, None]
+    half = tl.arange(0, HALF)[None, :]
     first = half * (1 if PAIR == HALF else 2)  # the first element of each pair
-    start, angles, norms = token, None, None
+    start = token
+    angles = None
+    norms = None
     if NORM:
         # Loaded before the wait, because no kernel of the step writes these weights.
         norm = (q_norm if part < q_parts else k_norm) + half
@@ -119,7 +123,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             tl.store(source + PAIR, high, mask=is_head)
     if (part >= q_parts) & (part < q_parts + kv_parts):
         head = (part - q_parts) * HEADS + some
-        source, is_head = k + token * k_token + head * k_head + first, head < NUM_KV
+        source = k + token * k_token + head * k_head + first
+        is_head = head < NUM_KV
         low, high = _rotated_heads(
             source, is_head, angles, norms, eps, HALF, PAIR, ROTATE, NORM
         )
@@ -184,22 +189,25 @@ def store(
     assert not (interleaved and norms)
     assert v is None or v.stride(1) == k.shape[2], v.stride()
     keys, values = (caches[0], caches[-1]) if caches else (None, None)
-    strides: tuple[int, ...] = (0, 0, 0, 0)
+    block_stride = head_stride = slot_stride = block_size = 0
     if keys is not None and values is not None:
         assert keys.stride() == values.stride() and keys.stride(3) == 1, keys.stride()
         assert keys.dtype == k.dtype or keys.element_size() == 1, (keys.dtype, k.dtype)
-        strides = (*keys.stride()[:3], keys.shape[2])
+        block_stride, head_stride, slot_stride, _ = keys.stride()
+        block_size = keys.shape[2]
     num_q = 0 if q is None else q.shape[1]
     num_kv = k.shape[1]
     half = k.shape[2] // 2
     heads, warps = (1, 1) if len(k) <= _FEW_TOKENS else (_HEADS, 2)
     kv_parts = triton.cdiv(num_kv, heads) * (1 if v is None else 2)
     parts = triton.cdiv(num_q, heads) + kv_parts
-    token_strides = [0 if x is None else x.stride(0) for x in (q, k, v)]
+    q_token, q_head = (0, 0) if q is None else q.stride()[:2]
+    v_token = 0 if v is None else v.stride(0)
     _kernel[k.shape[0], parts](
         q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,
         scales[0], scales[-1], 1 / scales[0], 1 / scales[-1],
-        *token_strides, 0 if q is None else q.stride(1), k.stride(1), *strides,
+        q_token, k.stride(0), v_token, q_head, k.stride(1),
+        block_stride, head_stride, slot_stride, block_size,
         NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=half,
         PAIR=1 if interleaved else half, HEADS=heads, ROTATE=cos_sin is not None,
         NORM=norms is not None, STORE=keys is not None,

@@ -114,8 +114,13 @@ def _per_layer(name: str, value: object, config: ModelConfig) -> list[float]:
 
 
 def _checked(name: str, scale: object) -> float:
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not (is_number and math.isfinite(scale) and scale > 0):  # type: ignore[arg-type, operator]
+    is_valid = (
+        isinstance(scale, int | float)
+        and not isinstance(scale, bool)
+        and math.isfinite(scale)
+        and scale > 0
+    )
+    if not is_valid:
         raise InvalidScales(
             f"{name} is {short_repr(scale)}: a scale must be a finite number above 0; "
             "give valid scales with --kv-scales"

@@ -110,7 +110,7 @@ class StoredWeights:
         Args:
             shape: the shape that the complete tensor must have.
         """
-        tensor = self._map(name, *shape, dtypes=_FLOATS)[rows.start : rows.stop]
+        tensor = self._map(name, shape, dtypes=_FLOATS)[rows.start : rows.stop]
         if cols is not None:
             tensor = tensor[:, cols.start : cols.stop]
         return self.upload(tensor)
@@ -151,7 +151,10 @@ class StoredWeights:
         return self._int4(base, shape, rows)
 
     def _map(
-        self, name: str, *shape: int, dtypes: Mapping[str, torch.dtype] = _DTYPES
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtypes: Mapping[str, torch.dtype] = _DTYPES,
     ) -> Tensor:
         """Checks that a tensor has this shape, and maps the tensor from its file."""
         stored = self.tensors.get(name)
@@ -164,13 +167,15 @@ class StoredWeights:
         return map_tensor(name, stored, dtypes)
 
     def _upload_map(self, name: str, *shape: int) -> Tensor:
-        return self.upload(self._map(name, *shape))
+        return self.upload(self._map(name, shape))
 
     def _mxfp4(self, base: str, shape: tuple[int, ...], rows: range) -> Quantized:
-        groups_shape = (*shape[:-1], shape[-1] // MXFP4_GROUP)
-        blocks = self._map(f"{base}_blocks", *groups_shape, MXFP4_GROUP // 2)
+        num_groups = shape[-1] // MXFP4_GROUP
+        blocks_shape = (*shape[:-1], num_groups, MXFP4_GROUP // 2)
+        blocks = self._map(f"{base}_blocks", blocks_shape)
         codes = blocks.flatten(-2)[rows.start : rows.stop]
-        scales = self._map(f"{base}_scales", *groups_shape)[rows.start : rows.stop]
+        scales = self._map(f"{base}_scales", (*shape[:-1], num_groups))
+        scales = scales[rows.start : rows.stop]
         return Quantized(codes, scales, None, "fp4", MXFP4_GROUP, torch.float32)
 
     def _fp8(self, name: str, shape: tuple[int, ...], rows: range) -> Quantized:
@@ -188,7 +193,7 @@ class StoredWeights:
                 f"weight {name} of shape {shape} has {tuple(scales.shape)} scales, and "
                 f"not one for each {block[0]} x {block[1]} elements"
             )
-        codes = self._map(name, *shape).view(torch.uint8)[rows.start : rows.stop]
+        codes = self._map(name, shape).view(torch.uint8)[rows.start : rows.stop]
         row_scales = scales[torch.arange(rows.start, rows.stop) // block[0]]
         group = min(block[1], shape[1])
         return Quantized(codes, row_scales, None, "fp8", group, torch.float32)

@@ -69,7 +69,8 @@ class Polyline:
             size = min(max(size, points[0].size), points[-1].size)
         index = bisect_right(self._sizes, size)
         if index == len(points):
-            first, last = points[0], points[-1]
+            first = points[0]
+            last = points[-1]
             slope = (last.value - first.value) / (last.size - first.size)
             return last.value + slope * (size - last.size)
         index = max(index, 1)

@@ -49,17 +49,23 @@ def launch(
             parameters, and of the piece offsets on either side; the number of units.
     """
     if scaled or source != target:
-        constants = (
-            _DTYPES[source],
-            _DTYPES[target],
-            unit_elements,
-            CONVERTED_TILE_UNITS,
-            scaled,
-        )
+        source_type = _DTYPES[source]
+        target_type = _DTYPES[target]
+        width = unit_elements
+        tile = CONVERTED_TILE_UNITS
     else:
-        word, words_per_unit = _WORDS[unit_elements * ITEMSIZE[source]]
-        constants = (word, word, words_per_unit, TILE_UNITS, False)
-    _kernel[(num_programs,)](*numbers, *constants, num_warps=NUM_WARPS)
+        source_type, width = _WORDS[unit_elements * ITEMSIZE[source]]
+        target_type = source_type
+        tile = TILE_UNITS
+    _kernel[(num_programs,)](
+        *numbers,
+        SOURCE=source_type,
+        TARGET=target_type,
+        WIDTH=width,
+        TILE=tile,
+        SCALED=scaled,
+        num_warps=NUM_WARPS,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

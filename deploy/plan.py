@@ -8,7 +8,7 @@ the decode server.
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import ByteSize, ConfigDict, Field
@@ -94,6 +94,9 @@ class Geometry(GeometryOptions):
         return [even_then_odd[group::num_groups] for group in range(num_groups)]
 
 
+GeometryT = TypeVar("GeometryT", bound=Geometry)
+
+
 class DecodeGeometry(Geometry):
     """The KV geometry of the decode server's engine, which reads the KV."""
 
@@ -138,10 +141,8 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
     heads = model.total_kv_heads
     if hit > tokens:
         raise PlanError(f"--hit-tokens is {hit}, but the prompt has {tokens} tokens")
-    p, d = (
-        side.model_copy(update={"dtype": auto_dtype}) if side.dtype == "auto" else side
-        for side in (settings.prefill, settings.decode)
-    )
+    p = _with_dtype(settings.prefill, auto_dtype)
+    d = _with_dtype(settings.decode, auto_dtype)
     prefill_ranks = p.endpoints(model, tokens)
     decode_tables = d.tables(model, tokens)
     prefill_tables = p.tables(model, tokens)
@@ -164,7 +165,7 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
             transfer = planner.make_transfer(span, decode_table, prefill_table)
             plans.append(planner.plan(transfer, costs))
         token_counts = decode_rank.stripe.num_local(np.array([hit, tokens]))
-        rank = {
+        rank: dict[str, Any] = {
             "rank": decode_rank.rank,
             "heads": _listed(decode_rank.heads(heads)),
             "tokens": int(token_counts[1] - token_counts[0]),
@@ -182,6 +183,13 @@ def explain(settings: PlanSettings, model: Model, auto_dtype: str) -> dict[str, 
         "ranks": ranks,
         "estimated_s_per_1000_tokens": per_1000,  # of the slowest rank
     }
+
+
+def _with_dtype(side: GeometryT, auto_dtype: str) -> GeometryT:
+    """Returns the geometry, with `auto_dtype` instead of "auto"."""
+    return (
+        side.model_copy(update={"dtype": auto_dtype}) if side.dtype == "auto" else side
+    )
 
 
 def _plan_values(plan: TransferPlan) -> dict[str, Any]:

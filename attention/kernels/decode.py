@@ -164,18 +164,14 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Attends over one piece of one context, for the query heads of one KV head."""
-    piece = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    piece, kv_head = tl.program_id(0), tl.program_id(1)
     planned = tl.load(work + 1 + piece)
     row = tl.maximum(planned, 0)
     pages, length, begin, end, num_parts = _extent_of_piece(
         work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE
     )
-    head = tl.arange(0, HEADS)
-    column = tl.arange(0, DIM)
-    tile = tl.arange(0, TILE)
-    in_group = head < GROUP
-    q_heads = kv_head * GROUP + head
+    head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
+    in_group, q_heads = head < GROUP, kv_head * GROUP + head
     source = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
     if FP8:

@@ -90,16 +90,12 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     PAIR: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
     STORE: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS
-    some = tl.arange(0, HEADS)[:, None]
-    half = tl.arange(0, HALF)[None, :]
+    some, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     first = half * (1 if PAIR == HALF else 2)  # the first element of each pair
-    start = token
-    angles = None
-    norms = None
+    start, angles, norms = token, None, None
     if NORM:
         # Loaded before the wait, because no kernel of the step writes these weights.
         norm = (q_norm if part < q_parts else k_norm) + half
@@ -123,8 +119,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             tl.store(source + PAIR, high, mask=is_head)
     if (part >= q_parts) & (part < q_parts + kv_parts):
         head = (part - q_parts) * HEADS + some
-        source = k + token * k_token + head * k_head + first
-        is_head = head < NUM_KV
+        source, is_head = k + token * k_token + head * k_head + first, head < NUM_KV
         low, high = _rotated_heads(
             source, is_head, angles, norms, eps, HALF, PAIR, ROTATE, NORM
         )

@@ -184,25 +184,22 @@ def store(
     assert not (interleaved and norms)
     assert v is None or v.stride(1) == k.shape[2], v.stride()
     keys, values = (caches[0], caches[-1]) if caches else (None, None)
-    block_stride = head_stride = slot_stride = block_size = 0
+    block_stride = head_stride = slot_stride = 0
     if keys is not None and values is not None:
         assert keys.stride() == values.stride() and keys.stride(3) == 1, keys.stride()
         assert keys.dtype == k.dtype or keys.element_size() == 1, (keys.dtype, k.dtype)
         block_stride, head_stride, slot_stride, _ = keys.stride()
-        block_size = keys.shape[2]
     num_q = 0 if q is None else q.shape[1]
     num_kv = k.shape[1]
     half = k.shape[2] // 2
     heads, warps = (1, 1) if len(k) <= _FEW_TOKENS else (_HEADS, 2)
     kv_parts = triton.cdiv(num_kv, heads) * (1 if v is None else 2)
-    parts = triton.cdiv(num_q, heads) + kv_parts
     q_token, q_head = (0, 0) if q is None else q.stride()[:2]
-    v_token = 0 if v is None else v.stride(0)
-    _kernel[k.shape[0], parts](
+    _kernel[k.shape[0], triton.cdiv(num_q, heads) + kv_parts](
         q, k, v, cos_sin, q_norm, k_norm, eps, slots, keys, values,
         scales[0], scales[-1], 1 / scales[0], 1 / scales[-1],
-        q_token, k.stride(0), v_token, q_head, k.stride(1),
-        block_stride, head_stride, slot_stride, block_size,
+        q_token, k.stride(0), 0 if v is None else v.stride(0), q_head, k.stride(1),
+        block_stride, head_stride, slot_stride, 0 if keys is None else keys.shape[2],
         NUM_Q=num_q, NUM_KV=num_kv, HAS_V=v is not None, HALF=half,
         PAIR=1 if interleaved else half, HEADS=heads, ROTATE=cos_sin is not None,
         NORM=norms is not None, STORE=keys is not None,

@@ -21,7 +21,12 @@ from proxy.placement.placement import (
 )
 from proxy.placement.prefix_index import Depths, PrefixIndex
 from proxy.placement.request_profile import BLOCK_BYTES, RequestProfile
-from proxy.placement.server_load import STEP_TOKENS, USUAL_STEP_S, ServerLoad
+from proxy.placement.server_load import (
+    STEP_TOKENS,
+    USUAL_STEP_S,
+    LoadsByServer,
+    ServerLoad,
+)
 from proxy.placement.speed import (
     MAX_REPORTED,
     MIN_SECONDS,
@@ -42,25 +47,6 @@ ServerT = TypeVar("ServerT")
 # computes fewer tokens as fast as it pulls them.
 MIN_HINT_TOKENS = 32
 _MAX_TAILS = 16_384  # remembered tails of prompts with their answers, over all servers
-
-
-class _Loads(dict[object, ServerLoad]):
-    """Loads by server.
-
-    Each load gets the smallest index that no other load has. Indices are bits of the
-    integers in PrefixIndex, which must not grow while servers join and leave.
-    """
-
-    def __init__(self, target_step_s: float) -> None:
-        super().__init__()
-        self.target_step_s = target_step_s
-
-    def __missing__(self, server: object) -> ServerLoad:
-        taken = {load.index for load in self.values()}
-        index = next(index for index in range(len(taken) + 1) if index not in taken)
-        load = ServerLoad(index, target_step_s=self.target_step_s)
-        self[server] = load
-        return load
 
 
 class LoadTracker:
@@ -88,7 +74,7 @@ class LoadTracker:
         self._disaggregate = disaggregate
         self._prefixes = PrefixIndex(max_blocks)
         self._clock = clock
-        self.loads = _Loads(step_s)
+        self.loads = LoadsByServer(step_s)
         self._totals: dict[object, StepTotals] = {}
         self._speeds: dict[object, PromptSpeed] = {}
         self._lenders: dict[int, object] = {}  # servers by the index of their load

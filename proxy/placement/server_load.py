@@ -124,3 +124,22 @@ class ServerLoad:
             return 0
         needed = self.kv_tokens + profile.tokens + profile.max_output_tokens
         return max(needed - self.kv_capacity, 0)
+
+
+class LoadsByServer(dict[object, ServerLoad]):
+    """The loads of servers. A server without a load gets one when it is looked up.
+
+    Each load gets the smallest index that no other load has. Indices are bits of the
+    integers in PrefixIndex, which must not grow while servers join and leave.
+    """
+
+    def __init__(self, target_step_s: float) -> None:
+        super().__init__()
+        self.target_step_s = target_step_s
+
+    def __missing__(self, server: object) -> ServerLoad:
+        taken = {load.index for load in self.values()}
+        index = next(index for index in range(len(taken) + 1) if index not in taken)
+        load = ServerLoad(index, target_step_s=self.target_step_s)
+        self[server] = load
+        return load

@@ -102,7 +102,7 @@ class FailoverState:
         request_id = as_text(self._reply.request_id).encode()
         return [(FRAMES_HEADER.encode(), frames_request(self._secret, request_id))]
 
-    def resume_member(self) -> bytes | None:
+    def signed_frames(self) -> bytes | None:
         """Return the signed frames of the stream so far; None if there are none."""
         return (
             self._reply.frame_history.sign(self._secret)

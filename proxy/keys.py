@@ -269,6 +269,6 @@ def _read_lines(path: str) -> Iterator[tuple[str, KeyLine]]:
             ) from None
         if (line.key is None) == (line.sha256 is None):
             raise ValueError(
-                f'{location}: give {line.name} a "key", or the "sha256" of one'
+                f'{location}: give {line.name} a "key", or the "sha256" of a key'
             )
         yield location, line

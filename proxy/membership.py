@@ -314,7 +314,8 @@ class Fleet(Pool):
         """Return the servers of a model.
 
         Args:
-            model: None if the request names none; then there must be only one model.
+            model: None if the request names no model, which requires that the members
+                have only one.
 
         Raises:
             ModelNotFound: no server serves this model.

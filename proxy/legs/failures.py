@@ -16,8 +16,8 @@ _RETRIED = {
     # A prefill is repeatable: its only effect is a lease, which is given back.
     Kind.PREFILL: frozenset(Failure),
     # Another decode server may use the same lease. A timeout is not retried, because
-    # the client would wait for a second timeout. A decode server's own error is not
-    # retried either: the server applies its failure policy itself.
+    # the client would wait for a second timeout. An error of the server itself is not
+    # retried either: with --kv-load-failure-policy, the server has decided to fail.
     Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
 }
 _QUEUE_PHASES = (QueueFull.phase, GrammarQueueFull.phase)
@@ -52,10 +52,10 @@ def trips_breaker(failure: Failure, status: int | None) -> bool:
     """Return whether a failure counts towards opening the server's circuit.
 
     These failures do not count:
-    - a refusal, because the server works and is only full;
+    - a refusal with 429 or 503, because the server works;
     - 502 and 504, because they report the failure of another server;
     - a lost or refused connection, because it makes the server not ready anyway, until
-      its next health check.
+      a health check succeeds.
     """
     if failure is Failure.TIMEOUT:
         return True

@@ -120,7 +120,7 @@ class RequestLegs:
         failover = self._failover
         call = self._call(
             Kind.DECODE,
-            bodies.decode_leg(self._body, params, failover.resume_member()),
+            bodies.decode_leg(self._body, params, failover.signed_frames()),
             pool,
             computes=params is None,
             min_read_status=500 if self.reply.status is None else 400,

@@ -101,8 +101,8 @@ class Upstreams:
         # another server could take over each request.
         self._waits = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self.load_tracker.pulls = bool(self.secret)
-        # Requests in a row that were not disaggregated. Requests for which a decode
-        # server alone was cheaper do not count.
+        # Requests in a row that were not disaggregated. Requests with the reason
+        # DecodeOnlyReason.PLACED do not count.
         self._num_decode_only = 0
 
     async def run(

@@ -349,10 +349,7 @@ class LoadTracker:
         cached: CachedPrefixes,
         generates: bool,
     ) -> float:
-        """Return the estimated time for computing a prompt, or pulling a part of it.
-
-        The wait for queued prompts is not included.
-        """
+        """Return the estimated time for computing a prompt, without the wait before."""
         num_cached = cached.depths.get(load.index, 0) * profile.block_tokens
         # At least the last token of a prompt is computed.
         num_tokens = max(int(profile.tokens - num_cached), 1)
@@ -442,7 +439,7 @@ class LoadTracker:
     def _add_tail(
         self, load: ServerLoad, profile: RequestProfile, num_generated: float = 0
     ) -> None:
-        """Record that the server's cache has a prompt and this much of its answer."""
+        """Record that a prompt's tail, with `num_generated` answer tokens, is cached."""
         if not profile.hashes or not profile.text:
             return
         key = (profile.hashes[-1], load.index)

@@ -38,7 +38,7 @@ class ServerLoad:
         kv_capacity: tokens of KV; None until the server has reported it.
         token_s: seconds per prompt token.
         launch_s: additional seconds per step with prompts.
-        base_step_s: seconds of a step with one stream; see `step_s`.
+        base_step_s: seconds of a step with few streams; see `step_s`.
         target_step_s: limit for a step with streams; prompts are cut to fit.
     """
 

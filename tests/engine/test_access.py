@@ -400,7 +400,7 @@ KEY_LINE_START = '{"name": "a", "key": "12345678"'
         ("alice", "line 1: JSON is malformed"),
         ("[1]", "line 1: Expected `object`"),
         ('{"key": "12345678"}', "line 1: .*missing required field `name`"),
-        ('{"name": "a"}', 'line 1: give a a "key", or the "sha256" of one'),
+        ('{"name": "a"}', 'line 1: give a a "key", or the "sha256" of a key'),
         (
             '{"name": "a", "key": "12345678", "sha256": "%s"}' % ("0" * 64),
             "line 1: give a a",

@@ -36,7 +36,8 @@ POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
 INTERNAL_PATHS = ("/health", "/ready", "/metrics", "/version")
 READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
-# Headers that are forwarded to servers: the API key and the trace context.
+# Headers that are forwarded to servers: the trace context, and the API key if servers
+# check it instead of the proxy (`passes_keys_on`).
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 FORWARDED_HEADERS = (b"authorization", b"x-api-key", *TRACE_HEADERS)
 MAX_ID_BYTES = 4096  # servers return the id in response heads, which are limited

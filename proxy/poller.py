@@ -61,7 +61,7 @@ class Poller:
         self._pollings.pop(server).task.cancel()
 
     def hurry(self, server: Server) -> None:
-        """Check a server at once, because its connection broke."""
+        """Check a server at once, because it has just stopped being ready."""
         self._pollings[server].hurry.set()
 
     async def close(self) -> None:

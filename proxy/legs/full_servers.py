@@ -118,8 +118,8 @@ class FullServers:
     ) -> Refusal:
         """Return a server's 429 as a Refusal, and remember it for similar requests.
 
-        A full trial queue is not remembered, because it does not concern requests
-        without a new schema.
+        A full queue for trial compilations is not remembered, because it does not
+        concern requests without a new schema.
         """
         retry_after = dict(response.headers).get(b"retry-after", b"")
         wait_s = _DEFAULT_RETRY_AFTER_S

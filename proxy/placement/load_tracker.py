@@ -43,8 +43,8 @@ Disaggregate = Literal["always", "auto", "never"]
 
 ServerT = TypeVar("ServerT")
 
-# A server gets a hint to pull if the pull saves computing at least this many tokens. It
-# computes fewer tokens as fast as it pulls them.
+# A server gets a hint to pull if the pull saves computing at least this many tokens. A
+# smaller number of tokens is computed as fast as it is pulled.
 MIN_HINT_TOKENS = 32
 _MAX_TAILS = 16_384  # remembered tails of prompts with their answers, over all servers
 
@@ -439,7 +439,7 @@ class LoadTracker:
     def _add_tail(
         self, load: ServerLoad, profile: RequestProfile, num_generated: float = 0
     ) -> None:
-        """Record that a prompt's tail, with `num_generated` answer tokens, is cached."""
+        """Record that a prompt's tail and `num_generated` answer tokens are cached."""
         if not profile.hashes or not profile.text:
             return
         key = (profile.hashes[-1], load.index)

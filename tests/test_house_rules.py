@@ -281,7 +281,7 @@ def test_check_of_booleans_finds_multiplied_ones(
     assert bool(list(multiplied_booleans(ast.parse(source)))) == is_violation
 
 
-def test_pytest_names_an_expression_that_selects_nothing() -> None:
+def test_pytest_reports_a_marker_expression_that_selects_nothing() -> None:
     """Without the hook in tests/conftest.py, pytest-xdist would report an internal
     error.
     """

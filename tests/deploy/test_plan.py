@@ -160,10 +160,11 @@ def test_prefix_hit_does_not_move_and_the_text_has_the_reason(model, capsys):
     assert text.count("why: ") == 2
 
 
-def test_the_costs_of_the_link_decide_the_path(model, capsys):
+def test_costs_of_the_link_decide_the_path(model, capsys):
     argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--as-json"]
     paths = []
-    # The first costs have slow descriptors, the second have slow placing.
+    # The first link is slow per descriptor, the second copies slowly from staging
+    # memory.
     for costs in ("1000,1000,1000", "0.000001,1000,0.001"):
         assert plan.main([*argv, f"--transfer-costs={costs}"]) == 0
         paths += values_of_ranks(json.loads(capsys.readouterr().out), "path")

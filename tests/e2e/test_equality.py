@@ -115,8 +115,8 @@ def test_both_servers_truncate_a_prompt_alike(tiny_cluster, tiny_reference):
 
 
 def test_both_servers_truncate_a_conversation_alike(tiny_cluster):
-    """That the decode server uses the prefill server's KV shows that both have dropped
-    the same messages.
+    """The decode server could not use all of the prefill server's KV if the two had
+    dropped different messages.
     """
     turn = {
         "role": "user",

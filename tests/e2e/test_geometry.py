@@ -98,7 +98,7 @@ def test_incompatible_kv_is_refused_or_recomputed_by_policy(
     error = refused.json()["error"]
     assert (error["code"], error["phase"]) == ("peer_incompatible", "handshake")
     assert 'kv_dtype differs: "float32" here, "bfloat16"' in error["message"]
-    _assert_counted(failing)
+    _wait_until_mismatch_is_counted(failing)
     # With the policy `recompute`, D uses neither P's KV nor P's first token.
     recomputing = tiny_cluster.decode[0]
     reply = generate(
@@ -106,13 +106,13 @@ def test_incompatible_kv_is_refused_or_recomputed_by_policy(
     )
     assert reply.kv == {"transferred": 0, "recomputed": len(prompt), "skipped": 0}
     assert_same(reply, generate(tiny_cluster.prefill[0].url, prompt, 6))
-    _assert_counted(recomputing)
+    _wait_until_mismatch_is_counted(recomputing)
     assert_idle(prefiller, failing, recomputing)
 
 
-def _assert_counted(decoder: Server) -> None:
-    """Wait until /metrics counts the failure. Its values are updated with a short
-    delay.
+def _wait_until_mismatch_is_counted(decoder: Server) -> None:
+    """Wait until /metrics counts the failed pull and handshake. A server updates its
+    metrics with a short delay.
     """
     names = ("kv_transfer_failures_total{code", "handshakes_total{outcome")
     counters = [f'baton_{name}="peer_incompatible"}}' for name in names]
@@ -149,7 +149,7 @@ def test_decode_server_with_kv_convert_converts_dtypes_and_block_sizes(
     assert_idle(prefiller, decoder)
     staged = 'baton_kv_transfers_total{outcome="done",path="staged"}'
     wait_until(lambda: decoder.metrics().get(staged, 0) >= 5)
-    # The prompt of four full blocks needed no staged pull.
+    # The repeated prompt of four full blocks was completely cached and needed no pull.
     assert decoder.metrics()[staged] == 5
 
 

@@ -182,7 +182,8 @@ class Colour(enum.StrEnum):
 class Toy(pydantic.BaseModel):
     """A toy in the garden."""
 
-    # Otherwise a tiny model would invent members until it reaches its token limit.
+    # If the schema allowed other members, a tiny model would invent members until it
+    # reaches its token limit.
     model_config = pydantic.ConfigDict(extra="forbid")
 
     colour: Colour

@@ -76,8 +76,8 @@ class LoadGenerator:
     async def run(
         self, seconds: float, *, rate: float = 0.0, clients: int = 0
     ) -> "LoadGenerator":
-        """Send requests in an open loop with `rate` requests per second, or in closed
-        loops of `clients`.
+        """Send requests for `seconds`: in an open loop with `rate` requests per second,
+        or in one closed loop for each of `clients`.
         """
         end_s = time.perf_counter() + seconds
         connector = aiohttp.TCPConnector(limit=0)

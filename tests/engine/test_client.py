@@ -171,7 +171,7 @@ async def test_dead_engine_ends_every_open_request(ending):
     await client.close()
 
 
-async def test_wait_for_an_engine_ends_without_progress_and_after_a_failure():
+async def test_wait_ready_raises_without_progress_or_after_a_failure():
     client = EngineClient()
     link, engine = socket.socketpair()
     with pytest.raises(EngineDied, match="not connected"):

@@ -133,7 +133,9 @@ async def test_failed_stream_ends_with_the_error_that_each_client_expects(tokeni
 async def test_conversation_with_calls_can_be_sent_back_unchanged(
     tokenizer, text, output
 ):
-    """Templates refuse a turn between a call and its output."""
+    """The text after a call must come before it, because chat templates refuse a turn
+    between a call and its output.
+    """
     templated = with_template(tokenizer, TEMPLATE)
     text = f"<think>I add.</think>{text}"
     async with serving_4k(

@@ -120,7 +120,7 @@ async def test_optional_tools_may_have_schemas_that_cannot_be_enforced(
             assert response.status_code == 200, response.text
             (tool_call,) = response.json()["choices"][0]["message"]["tool_calls"]
             assert json.loads(tool_call["function"]["arguments"])["n"] in (7, "7")
-        # If the request names a tool, the other tools are optional.
+        # Only the tool that `tool_choice` names needs a schema that can be enforced.
         named = {"type": "function", "function": {"name": "g"}}
         assert (await server.chat(tools=tools, tool_choice=named)).status_code == 200
 

@@ -109,10 +109,10 @@ def test_pool_that_does_not_fit_is_refused_with_the_options_that_help(
     ("num_blocks", "max_model_len", "reported_len"),
     [(16, None, None), (4, 64, None), (4, None, 64), (16, 200, None), (5, None, 80)],
 )
-def test_warns_if_the_pool_shortens_sequences_and_no_option_does(
+def test_warns_if_only_the_pool_size_limits_the_length_of_sequences(
     num_blocks, max_model_len, reported_len, caplog
 ):
-    """Another rank may have fewer blocks than this rank alone could hold."""
+    """`num_blocks` is the number that all ranks can hold. This rank may hold more."""
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
     config = _BASE_CONFIG.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)

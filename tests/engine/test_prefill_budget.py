@@ -171,8 +171,8 @@ CASES = [
 def true_budget(
     seconds: Callable[[Load], float], load: Load, target_s: float, max_tokens: int
 ) -> int:
-    """Returns the most prompt tokens with which a step keeps the target, by the
-    device's formula; 0 if even the fewest exceed it."""
+    """Returns the maximum number of prompt tokens (a multiple of 8) with which the step
+    takes at most `target_s` by the device's formula, or 0 if there is none."""
     fitting = 0
     for num_tokens in range(8, max_tokens + 1, 8):
         if seconds(load._replace(prompt_tokens=num_tokens)) <= target_s:
@@ -220,7 +220,8 @@ def test_prompts_get_what_the_target_allows_and_steps_keep_it(
         if step > 200 and fitting >= 16:
             granted_tokens += min(allowed, fitting)
             allowed_tokens += fitting
-            # Prompts get a fifth of the time, even if streams nearly take the target.
+            # Prompts get a fifth of the step, even if streams alone take nearly the
+            # target time.
             minimum_s = 1.25 * actual_s(load._replace(prompt_tokens=0))
             excesses.append(actual_s(load) / max(target_s, minimum_s))
         disturbance = 20 if rng.random() < 0.02 else 1

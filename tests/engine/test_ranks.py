@@ -104,7 +104,7 @@ def test_all_ranks_agree_on_the_smallest_number_of_blocks(follow):
     assert RankLinks(0, []).agree(7, int, min) == 7
 
 
-def test_every_rank_has_its_separate_pull_socket_to_rank_0(follow):
+def test_each_rank_has_a_second_socket_to_rank_0_for_pulls(follow):
     def receive_pull_message(links: RankLinks) -> bytes:
         links.agree(0, int, max)  # these messages use the first socket
         return links.pulls[0].recv(9)

@@ -104,8 +104,8 @@ def assert_distribution(counts: torch.Tensor, probabilities: torch.Tensor) -> No
     expected = int(counts.sum()) * probabilities
     is_frequent = expected >= 5  # the chi-square distribution needs frequent tokens
     statistic = ((counts - expected) ** 2 / expected)[is_frequent].sum()
-    freedom = int(is_frequent.sum()) - 1
-    assert abs(float(statistic) - freedom) < 5 * math.sqrt(2 * freedom)
+    degrees = int(is_frequent.sum()) - 1  # degrees of freedom
+    assert abs(float(statistic) - degrees) < 5 * math.sqrt(2 * degrees)
 
 
 sampling = st.builds(

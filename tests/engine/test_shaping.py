@@ -37,7 +37,7 @@ def _sequence(
 
 
 def _expected(sequence: Sequence, logits: list[float]) -> list[float]:
-    """Returns the logits that the definitions give, computed token by token."""
+    """Returns the logits by the definitions of bias, penalties and bans."""
     sampling = sequence.request.sampling
     shaped = []
     outputs = sequence.token_ids[sequence.num_prompt_tokens :]

@@ -429,7 +429,7 @@ async def test_requests_are_split_unless_switched_off(tmp_path, path, is_on):
     assert chatml.decode_all(ids) == chatml.render_chat(CHAT["messages"])
 
 
-async def test_text_of_a_completion_becomes_control_tokens(tmp_path):
+async def test_control_tokens_in_a_completions_prompt_are_recognized(tmp_path):
     chatml = make_tokenizer(tmp_path, MAKERS["byte-level"])
     async with serving_512(chatml) as server:
         assert (await server.post(prompt=INJECTED)).status_code == 200

@@ -53,7 +53,7 @@ def latents(**sizes: object) -> Shape:
 
 
 @pytest.fixture
-def hopper() -> None:
+def requires_hopper() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("fa3 needs a Hopper GPU")
 
@@ -110,7 +110,7 @@ def test_mixed_steps_equal_the_reference(name, prefill, request):
     if prefill == "fa3":
         if shape.rope_dim:
             pytest.skip("the kernel for latents has no option `prefill`")
-        request.getfixturevalue("hopper")
+        request.getfixturevalue("requires_hopper")
     seqs = make_sequences(shape, LENS)
     backend = make(shape, **options)
     last = LAST_TOKENS
@@ -148,7 +148,7 @@ def test_torch_backend_on_a_gpu_equals_the_reference(order, dtype, tolerance):
     )
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("requires_hopper")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads"), [(8, 2), (4, 4), (8, 1), (2, 1)]
@@ -176,7 +176,8 @@ def test_long_fresh_prompts_read_the_kv_of_the_step(
     # This later step reads what the prompts have stored: for a decode, and for a chunk.
     check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)])
     # Several fresh prompts (without context) read the KV of the step if all of them are
-    # long. If not, only the last one may do so, for which 513 tokens are enough.
+    # long. Otherwise only the last one may do so. A last prompt of 513 tokens is long
+    # enough.
     check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)])
     assert fresh_prompts(backend) == [513]
     check_step(backend, shape, seqs, [(1, 0, 513)])
@@ -192,7 +193,7 @@ def fresh_prompts(backend: AttentionBackend) -> list[int]:
     return [part.stop - part.start for part in kernels.parts if part.is_fresh]
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("requires_hopper")
 def test_nan_in_a_fresh_prompt_does_not_affect_its_neighbours(monkeypatch):
     monkeypatch.setattr("attention.flashinfer_backend._MIN_FRESH_TOKENS_EACH", 512)
     shape = gpu_shape(num_blocks=300)
@@ -212,7 +213,7 @@ def test_nan_in_a_fresh_prompt_does_not_affect_its_neighbours(monkeypatch):
 
 
 @pytest.mark.parametrize("max_context", [304, 288])
-def test_fp8_blocks_are_copied_for_prompts_if_they_fit(max_context, hopper):
+def test_fp8_blocks_are_copied_for_prompts_if_they_fit(max_context, requires_hopper):
     shape = gpu_shape(kv_dtype=FP8, scales=SCALES)
     seqs = make_sequences(shape, [300])
     backend = make(shape, limits=StepLimits(4, 512, max_context))
@@ -226,7 +227,7 @@ def test_fp8_blocks_are_copied_for_prompts_if_they_fit(max_context, hopper):
 
 @pytest.mark.alone  # 64 GiB
 @pytest.mark.parametrize("kv_dtype", ["", FP8])
-def test_pool_with_more_than_2_to_the_32_elements(kv_dtype):
+def test_pool_of_more_than_2_to_the_32_elements_is_read_correctly(kv_dtype):
     """The pool has more than 2**32 elements, so 32-bit offsets of blocks would
     overflow.
     """

@@ -28,8 +28,8 @@ sys.stdin.readline()
 
 
 def start_owner() -> "tuple[subprocess.Popen[str], int, int, bytes]":
-    """Starts a process that owns shared memory. Returns the process, and pid, file
-    descriptor and token of the memory.
+    """Starts a process that owns shared memory. Returns the process, its pid, and the
+    memory's file descriptor and token.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(NBYTES)],

@@ -127,7 +127,9 @@ def compare(raw: dict[str, Any], folder: Path) -> Comparison:
 def _reference_logits(
     raw: dict[str, Any], folder: Path, prompt: torch.Tensor
 ) -> tuple[torch.Tensor | None, str]:
-    """Returns the logits of transformers, or None, and the error if there was one."""
+    """Returns the logits of transformers and "". After an error, returns None and the
+    error.
+    """
     try:
         reference = make_of(copy.deepcopy(raw), folder)
         with torch.inference_mode():

@@ -51,7 +51,7 @@ def events() -> Events:
     return Events()
 
 
-def closes(fd: int) -> bool:
+def closes_in_time(fd: int) -> bool:
     """Waits until all processes that hold the write end of a pipe have ended.
 
     Args:
@@ -257,7 +257,7 @@ def test_sigkill_of_the_launcher_ends_children_and_grandchildren(tmp_path, ignor
         assert any(line.strip() == b"up" for line in launcher.stdout)
         launcher.kill()
         launcher.wait()
-        assert closes(alive_read), "a process outlived the launcher"
+        assert closes_in_time(alive_read), "a process outlived the launcher"
     finally:
         launcher.kill()
         launcher.wait()
@@ -278,7 +278,7 @@ def test_process_without_a_parent_watches_and_reports_nothing(
     assert capfd.readouterr().err == "error: why\n"
 
 
-def test_child_ends_in_order_if_its_parent_ends_with_unread_reports():
+def test_child_exits_cleanly_if_its_parent_ends_with_unread_reports():
     program = """
 import signal, sys
 from protocol.process import lifecycle

@@ -378,7 +378,7 @@ class Rig:
         self.server = ProxyServer(self.app)
         self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         await until(lambda: self.server.started)
-        self.series = self._counter_series()
+        self.series = self._labelled_series()
         self.client = httpx.AsyncClient(
             base_url=self.url,
             timeout=LIMIT_S,
@@ -415,11 +415,12 @@ class Rig:
         await asyncio.gather(*(fake.stop() for fake in (*self.prefill, *self.decode)))
         if self._fixed_series:
             # All series must be exposed from the start, before they count anything.
-            assert self._counter_series() == self.series
+            assert self._labelled_series() == self.series
 
-    def _counter_series(self) -> set[str]:
-        """Return the series of the proxy's metrics that have labels, each as its name
-        and labels.
+    def _labelled_series(self) -> set[str]:
+        """Return the exposed series of the proxy's metrics that have labels.
+
+        A series is returned as text: its name and labels.
         """
         names = [spec.name for spec in TABLE if spec.origin == "proxy" and spec.labels]
         self.app._members.update_metrics()

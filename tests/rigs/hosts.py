@@ -18,8 +18,8 @@ from tests.rigs.cluster import Server, start, wait_until
 
 _NETWORK = "10.213.0"
 _CLONE_NEWNET = 0x40000000
-# Runs a command in new namespaces. All its processes end with the first one. `sh`
-# mounts a private /dev/shm.
+# Runs a command in new namespaces. When the first process of the namespaces ends, all
+# others are killed. `sh` mounts a private /dev/shm.
 _UNSHARE = (
     "unshare",
     "--ipc",

@@ -193,7 +193,7 @@ class Prefill:
         self.pools = [KVPool(rank_layout, device) for rank_layout in self.layouts]
         self.agents = [make_agent() for _ in range(tp)]
         self.metadata = metadata(
-            *map(self._rank, range(tp)),
+            *map(self._register_rank, range(tp)),
             engine_id=engine_id,
             incarnation=incarnation or uuid.uuid4().hex,
             compat=compat_of(self.layouts[0], heads),
@@ -216,7 +216,7 @@ class Prefill:
         )
         self.server.start()
 
-    def _rank(self, rank: int) -> RankMetadata:
+    def _register_rank(self, rank: int) -> RankMetadata:
         """Fill and register the pool of a rank. Return its metadata."""
         pool = self.pools[rank]
         agent = self.agents[rank]

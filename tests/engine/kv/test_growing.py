@@ -88,7 +88,7 @@ def test_answers_are_right_after_random_faults_of_readers_and_lender(make_group,
                 p.core.round([AbortRequest("p")])
             case 4:  # another request evicts cached blocks
                 p.core.round([add(f"other{i}", [i, *PROMPT[:20]], 2)])
-            case 5:  # the hinted prefix is being computed or evicted
+            case 5:  # P still computes the hinted prefix, or has evicted it
                 name = group.begin(readers[reader], PROMPT, 5, hint=p.hint(40))
                 readers.append(readers[reader])
                 names.append(name)

@@ -166,7 +166,7 @@ def test_hung_peer_takes_only_a_part_of_the_pool(make_pair, aborted):
         prompt = [first, *PROMPT, 7]
         names[pair.submit(prompt)] = prompt
     counts = pair.d.core.scheduler.allocator.counts
-    # 28 blocks are the largest multiple of 4 within 3/4 of the pool.
+    # Each pull needs 4 blocks, and all pulls together may hold 3/4 of the pool.
     pair.until(lambda: counts()[BlockState.RECEIVING] == 28)
     # Aborts before the first READ would quarantine no block.
     pair.until(lambda: pair.workers[0].counters["posts"] > 0)

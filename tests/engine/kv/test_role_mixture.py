@@ -387,8 +387,8 @@ class _Mixture:
         return self.core
 
     def check_accounting(self) -> None:
-        """Checks that the blocks in state USED are those of sequences, and those that
-        are released when a step has finished."""
+        """Checks that each block in state USED belongs to a sequence or is to be
+        released at the end of a step."""
         self.core.scheduler.check_integrity()
         assert_choices_are_consistent(self.core)
         scheduler = self.core.scheduler

@@ -43,8 +43,8 @@ def wait_for_answers(
 def migrate(
     group: Group, engine: WindowedEngine, prompt: list[int], num_outputs: int
 ) -> dict[str, Any]:
-    """Migrates a request after `num_outputs` tokens. Returns the options with which it
-    continues on another engine."""
+    """Migrates a request after `num_outputs` tokens. Returns the options with which
+    another engine can continue the request."""
     name = group.begin(engine, prompt, MAX_TOKENS)
     group.until(lambda: len(engine.out.tokens(name)) >= num_outputs)
     engine.core.round([Migrate(name)])
@@ -59,8 +59,8 @@ def migrate(
 def check_request(
     group: Group, engine: WindowedEngine, prompt: list[int], options: dict[str, Any]
 ) -> str:
-    """Runs a request, and checks its tokens and that no pull has failed. Returns its
-    name."""
+    """Runs a request, and checks its tokens and that no pull has failed. Returns the
+    request's name."""
     num_choices = options.get("num_choices", 1)
     name = group.begin(engine, prompt, MAX_TOKENS, **options)
     answers = wait_for_answers(group, engine, name, num_choices)

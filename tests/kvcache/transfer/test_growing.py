@@ -34,7 +34,7 @@ class Prompt:
     """
 
     def __init__(
-        self, prefill: Prefill, name: str = "t", *, is_expected: bool = True
+        self, prefill: Prefill, name: str = "t", *, is_announced: bool = True
     ) -> None:
         self.prefill = prefill
         self.name = name
@@ -61,10 +61,11 @@ class Prompt:
         )
         for pool in prefill.pools:
             pool.canonical.fill_(-1.0)
-        if is_expected:
-            self.expect()
+        if is_announced:
+            self.announce()
 
-    def expect(self) -> None:
+    def announce(self) -> None:
+        """Makes P's lease server expect the prompt, so that a reader can subscribe."""
         size = self.prefill.layouts[0].block_size
         with self.prefill.server.offers() as (offers, now):
             offers.expect(self.name, "r", "d", 60.0, size, now)
@@ -154,7 +155,7 @@ def test_computed_blocks_are_read_while_the_rest_is_computed(
     verify = ("off", "sample", "all")[(geometry_index + pulls_at) % 3]
     prefill = rig(Prefill, digests=True, **prefill_options, **heads)
     decode = rig(Decode, verify=verify, **decode_options)
-    prompt = Prompt(prefill, is_expected=subscribes_at > 0)
+    prompt = Prompt(prefill, is_announced=subscribes_at > 0)
     blocks = local_blocks(decode)
     per_block = decode.layouts[0].block_size * decode.dcp
     start = per_block * (geometry_index % 2)
@@ -162,7 +163,7 @@ def test_computed_blocks_are_read_while_the_rest_is_computed(
         if chunk == subscribes_at:
             decode.coordinator.hold("a", prompt.remote)
             if not chunk:
-                prompt.expect()
+                prompt.announce()
         if chunk == pulls_at:
             decode.coordinator.pull("a", prompt.remote, start, NUM_TOKENS, blocks)
         if subscribes_at <= chunk and not prompt.is_computed:

@@ -410,7 +410,7 @@ def test_connection_lost_while_unused_does_not_fail_the_next_pull(rig, port):
     leases = decode.coordinator._leases
     decode.until(lambda: leases.unconnected())
 
-    # It must be the next pull that connects, so the client must not reconnect before.
+    # The next pull must connect, so the client must not reconnect before that pull.
     def delay_reconnect() -> None:
         for link in leases._links.values():
             link.retry_at = decode.clock() + 13.0
@@ -418,7 +418,7 @@ def test_connection_lost_while_unused_does_not_fail_the_next_pull(rig, port):
     decode.coordinator._call(delay_reconnect)
     run_round(decode.coordinator)
     second = rig(Prefill, port=port)
-    # This must not count as waiting, because there is no request.
+    # These 12 s must not count towards any timeout, because no pull is waiting.
     decode.clock.skip(12.0)
     decode.coordinator.pull("b", fresh := second.lease([6], 8), 0, 8, [4])
     decode.clock.skip(12.0)

@@ -42,7 +42,7 @@ def test_cancel_of_an_ended_or_unknown_pull_is_answered_once(rig):
 def test_every_cancelled_pull_ends_in_one_drained_event(rig, make_agent):
     limits = PostLimits(max_bytes=4096, max_runs=2, max_active=2)
     prefill = rig(Prefill, make_agent, num_blocks=256)
-    # PATIENT, because otherwise PullStuck may come first on busy machines.
+    # PATIENT, because otherwise PullStuck may precede PullDrained on busy machines.
     decode = rig(
         Decode, make_agent, tp=2, limits=limits, num_blocks=256, settings=PATIENT
     )

@@ -113,7 +113,7 @@ def test_pull_that_waits_for_a_hanging_peer_does_not_block_staging_memory(
     assert {decode.wait(PullDone).pull_id for _ in range(2)} == {"direct", "staged"}
 
 
-def test_pull_that_needs_staging_fails_soon_if_the_owner_hangs(rig, monkeypatch):
+def test_pull_fails_soon_if_a_hanging_pull_owns_the_staging_memory(rig, monkeypatch):
     monkeypatch.setattr(pull_job, "HANGS_S", 0.05)
     options: dict[str, Any] = {"order": "LBCNHD", "block_size": 16, "dtype": "bfloat16"}
     hung = rig(Prefill, engine_id="hung", **options)
@@ -136,10 +136,10 @@ def test_failed_copy_fails_the_pull(rig, monkeypatch):
     prefill = rig(Prefill, order="LBCNHD")
     decode = rig(Decode, staging_bytes=1 << 20)
 
-    def broken(*args: Any) -> None:
+    def fail_to_place(*args: Any) -> None:
         raise RuntimeError("the copy broke")
 
-    monkeypatch.setattr(placing, "place", broken)
+    monkeypatch.setattr(placing, "place", fail_to_place)
     decode.coordinator.pull("a", prefill.lease([5, 2, 9], 24), 0, 24, [3, 1, 7])
     failed = decode.wait(PullFailed)
     assert "the copy broke" in failed.error.message

@@ -55,7 +55,7 @@ class Shape:
     num_q_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 16
-    rope_dim: int = 0  # the part of an MLA latent that is no value; 0: no latents
+    rope_dim: int = 0  # elements of an MLA latent that only keys have; 0: no latents
     dtype: str = "float32"  # dtype of the queries
     kv_dtype: str = ""  # dtype of the pool; empty: the queries' dtype
     scales: tuple[float, ...] = ()  # scales of the pool; empty: all 1

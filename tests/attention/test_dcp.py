@@ -91,8 +91,8 @@ class Member:
 
 
 class Bench:
-    """Compares `size` ranks that share sequences with torch attention over complete
-    sequences.
+    """Checks that `size` ranks that share the tokens of sequences attend like the torch
+    backend over complete sequences.
 
     Args:
         size: Number of ranks of the group. The group has the heads of `shape`.
@@ -255,8 +255,8 @@ def test_ranks_that_share_tokens_compute_the_outputs_of_one_rank(
 
 
 def test_long_context_is_collected_in_several_exchanges(monkeypatch):
-    """The context is collected in parts, because the memory beside the KV pool is not
-    enough for all of it.
+    """The context is collected in parts, because the memory outside of the KV pool is
+    too small for a complete context.
     """
     bench = Bench(2, shape_of(2, 4), scratch=64)
     tables = np.arange(1, 9).reshape(1, 8)

@@ -23,7 +23,7 @@ from model.config import parse_config
 def test_work_of_8b_model_matches_its_weights():
     shape = {"architectures": ["LlamaForCausalLM"], **SHAPES["llama-3.1-8b"]}
     config = parse_config(shape)
-    weights = 7_504_658_432  # 8.03e9 parameters without norms and input embedding
+    weights = 7_504_658_432  # all 8.03e9 parameters less norms and input embedding
     assert weight_bytes_per_step(config, 1, 2, keep_quantised=True) == 2 * weights
     quantised = replace(config, quantization=Quantization(AT_LOAD))
     head = 128256 * 4096  # the output head stays in 16 bits

@@ -162,8 +162,8 @@ def _in_own_folder(monkeypatch, tmp_path):
 class Endpoint:
     """An endpoint that streams `max_tokens` tokens to each request.
 
-    While `failing` is set, requests number 3, 6, 9 and so on get status 503. Of the
-    rest, requests number 4, 8, 16 and so on end with an error event.
+    While `failing` is set, every third request gets status 503. Of the other requests,
+    those with a number that is a multiple of 4 end with an error event.
     """
 
     def __init__(self) -> None:

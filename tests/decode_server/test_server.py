@@ -182,17 +182,16 @@ def test_wrong_reference_is_recomputed_or_refused(name):
     offered, members = _WRONG_REFERENCES[name]
     prepared = _prepare(offered, **members)
     assert prepared.remote is None and prepared.kv_rejected
-    # A rejected reference is released at its server if it is signed. A forged one may
-    # name any server, so it is not.
+    # A rejected reference is released at its server if the reference is signed. A
+    # forged reference may name any server, so it is not released.
     is_forged = kv_params.parse(offered) not in list(
         kv_params.verified_params(offered, _SECRET)
     )
     assert (prepared.kv_unused is None) == is_forged
-    with pytest.raises(KVParamsRejected) as release_messages:
+    with pytest.raises(KVParamsRejected) as rejection:
         _prepare(offered, policy="fail", **members)
-    assert release_messages.value.param and release_messages.value.param.startswith(
-        "kv_transfer_params"
-    )
+    param = rejection.value.param
+    assert param and param.startswith("kv_transfer_params")
 
 
 def test_authentic_references_of_a_refused_request_are_released():

@@ -98,8 +98,8 @@ class Fleet:
             self._for_all_others(chosen, "undrain")
 
     def _serves(self, index: int) -> bool:
-        """Query the server without the proxy, which may not have noticed yet that it is
-        lost.
+        """Query the server directly, because the proxy may not have noticed yet that
+        the server is lost.
         """
         with contextlib.suppress(httpx.TransportError):
             response = http.get(f"{self.cutters[index].url}/ready", timeout=5)

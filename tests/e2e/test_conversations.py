@@ -126,8 +126,8 @@ _MAX_REQUESTS = 240
 def _trace() -> list[tuple[int, ...]]:
     """Return the prompts of conversations, in order, as tuples of block names.
 
-    If BATON_TEST_TRACE names a trace in Mooncake's format, they are its conversations
-    with several turns. Otherwise they are synthetic.
+    If BATON_TEST_TRACE names a trace in Mooncake's format, the conversations are those
+    of the trace that have several turns. Otherwise the conversations are synthetic.
     """
     path = os.environ.get("BATON_TEST_TRACE")
     if path:

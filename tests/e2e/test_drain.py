@@ -114,7 +114,7 @@ def _drain_under_load(
     bodies: list[dict[str, Any]],
     end: Callable[[Server], None],
 ) -> dict[str, Any]:
-    """End the first decode server, by `end`, while it answers. Return measurements.
+    """End the first decode server with `end` while it answers. Return measurements.
 
     All answers must be the same as if the server had not ended, and no prompt may be
     recomputed.

@@ -55,7 +55,7 @@ def test_released_kv_is_freed_and_not_used(tiny_cluster, tiny_reference, prompt)
     _assert_recomputed(tiny_cluster.decode[0], prompt, params, expected)
 
 
-def test_ending_prefill_server_waits_for_its_kv_until_the_second_signal(
+def test_stopping_prefill_server_waits_for_pulls_until_a_second_signal(
     tiny_cluster, tiny_model, tiny_reference, prompt
 ):
     server = start_prefill(tiny_model, "--shutdown-grace-s", "600")

@@ -48,15 +48,15 @@ def send(url: str, prompt: list[int], **members: object) -> int:
     return status
 
 
-def served(cluster: Cluster) -> list[int]:
-    """Send ordinary requests one after the other. Return their statuses."""
+def send_ordinary_requests(cluster: Cluster) -> list[int]:
+    """Send 15 short requests one after the other. Return their statuses."""
     return [send(cluster.url, fresh_prompt(40)) for _ in range(15)]
 
 
 @pytest.mark.parametrize("num_bytes", [300_000, 9_000_000])
 def test_too_long_prompts_block_no_other_client(short_queue_cluster, num_bytes):
     # From these requests, the servers measure their speed.
-    assert served(short_queue_cluster) == [200] * 15
+    assert send_ordinary_requests(short_queue_cluster) == [200] * 15
     messages = [{"role": "user", "content": "word " * (num_bytes // 5)}]
     body = {"model": "test-model", "messages": messages}
     refused: list[int] = []
@@ -72,7 +72,7 @@ def test_too_long_prompts_block_no_other_client(short_queue_cluster, num_bytes):
     thread = threading.Thread(target=send_hostile_requests)
     thread.start()
     try:
-        assert served(short_queue_cluster) == [200] * 15
+        assert send_ordinary_requests(short_queue_cluster) == [200] * 15
     finally:
         is_over.set()
         thread.join()
@@ -91,13 +91,13 @@ def test_chats_of_closed_connections_block_no_other_client(short_queue_cluster):
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.sendall(head + body)
-    assert served(short_queue_cluster) == [200] * 15
+    assert send_ordinary_requests(short_queue_cluster) == [200] * 15
     assert_idle(*short_queue_cluster.servers()[1:])
 
 
 def test_new_schemas_block_no_request_without_a_schema(short_queue_cluster):
     """Clients send new schemas one after the other. Each takes long to compile."""
-    assert served(short_queue_cluster) == [200] * 15
+    assert send_ordinary_requests(short_queue_cluster) == [200] * 15
     statuses: list[int] = []
     numbers = itertools.count(1_000_000)
     is_over = threading.Event()
@@ -112,7 +112,7 @@ def test_new_schemas_block_no_request_without_a_schema(short_queue_cluster):
     for thread in threads:
         thread.start()
     try:
-        assert served(short_queue_cluster) == [200] * 15
+        assert send_ordinary_requests(short_queue_cluster) == [200] * 15
     finally:
         is_over.set()
         for thread in threads:

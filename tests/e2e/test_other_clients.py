@@ -131,7 +131,7 @@ def test_langchain_completes_texts(tiny_cluster, continuation):
     assert model.batch([_PROMPT] * 3, stop=["."]) == [continuation] * 3
 
 
-def test_langchain_knows_an_overflow_of_the_context(chat):
+def test_langchain_recognizes_a_context_overflow(chat):
     with pytest.raises(langchain_core.exceptions.ContextOverflowError):
         chat().invoke([("user", "ball " * 5000)])
 
@@ -228,7 +228,7 @@ def test_langchain_calls_tools(chat):
 
 def test_litellm_calls_tools(lite):
     lite = {**lite, "max_tokens": 200, "tools": [_TOOL], "tool_choice": "required"}
-    # Otherwise it adds calls until it happens to end the message.
+    # Otherwise the tiny model adds calls until it happens to end the message.
     lite["parallel_tool_calls"] = False
     message = litellm.completion(messages=_MESSAGES, **lite).choices[0].message
     (call,) = message.tool_calls
@@ -242,7 +242,9 @@ def test_litellm_calls_tools(lite):
 
 
 def test_claude_code_gets_complete_calls_through_litellm(lite):
-    """Of an event that begins a call, litellm forwards only the function's name."""
+    """From the event that begins a call, litellm forwards only the function's name, so
+    this event must contain no arguments.
+    """
     from litellm.llms.anthropic.experimental_pass_through.adapters import (
         streaming_iterator,
     )

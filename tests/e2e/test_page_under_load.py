@@ -123,7 +123,8 @@ async def _measure_page(
 @pytest.mark.timeout(RUN_SECONDS + 300)
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_page_does_not_grow_and_costs_little_of_the_proxys_time(tiny_model):
-    # This test is no coroutine, because coroutines have a shorter time limit.
+    # This test is not a coroutine, because coroutines have a shorter time limit than
+    # other tests.
     with cluster(tiny_model) as running:
         (warm, end), costs, console = asyncio.run(_measure_page(running))
     print(json.dumps({"warm": warm, "end": end, **costs}))

@@ -16,7 +16,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_kv_of_such_a_prompt_is_pulled(tiny_cluster, path):
+def test_kv_of_a_prompt_with_control_tokens_as_text_is_pulled(tiny_cluster, path):
     answer = post(tiny_cluster.url, path, **BODIES[path])
     assert answer.status_code == 200, answer.text
     kv = parse_kv(answer.headers["x-baton-kv"])

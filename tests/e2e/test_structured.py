@@ -66,7 +66,7 @@ def _complete(client: openai.OpenAI, demand: dict[str, Any], **members: Any) -> 
 
 
 def test_answer_that_ends_with_stop_validates(client, tiny_cluster):
-    """A tiny model generates random texts, so the answers test all that the schema
+    """A tiny model generates random texts, so its answers vary as far as the schema
     allows.
 
     The answers of the cluster must equal those of the decode server alone.

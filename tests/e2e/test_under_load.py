@@ -134,9 +134,9 @@ def test_prefill_hides_a_slow_link(hosts, default_model):
         x = hosts.start("x", "proxy", *servers, BATON_CLUSTER_SECRET=secret)
         with hosts.inside("x"):
             wait_until(lambda x=x: all_ready(x))
-            # The first prompt completes the handshake. In the first round, it lets the
-            # proxy notice that its secret differs from the servers'. The second prompt
-            # is measured.
+            # The first prompt completes the handshake. With the wrong secret, this
+            # prompt also shows the proxy that its secret differs from the servers'. The
+            # second prompt is measured.
             for seed in (1, 2):
                 prompt = make_prompt(70_000 + seed + len(gaps_s) * 10, 2000)
                 first, second = _token_times(hosts, x.url, prompt)

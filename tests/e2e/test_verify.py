@@ -13,7 +13,7 @@ from tests.rigs.client import fresh_prompt, prefill
 from tests.rigs.cluster import Server, assert_idle, running, start_decode, wait_until
 
 
-def pool_of(server: Server) -> mmap.mmap:
+def map_pool(server: Server) -> mmap.mmap:
     """Map the shared memory that holds a server's KV (kvcache/shared_memory.py)."""
     files = (
         file
@@ -42,8 +42,8 @@ def test_wrong_bit_is_found_and_the_prompt_is_recomputed(tiny_cluster):
         first_reply = generate(d.url, first, 4, prefill(p.url, first, logprobs=1))
         assert first_reply.kv["transferred"] == 150
         wait_until(lambda: d.metrics()["baton_kv_verified_tokens_total"] == 150)
-        p_pool = pool_of(p)
-        d_pool = pool_of(d)
+        p_pool = map_pool(p)
+        d_pool = map_pool(d)
         before = np.frombuffer(p_pool[:], np.uint8)
         params = prefill(p.url, prompt, logprobs=1)
         p.signal_engine(signal.SIGSTOP)

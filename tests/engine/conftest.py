@@ -103,7 +103,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(params=[0, 1])
 def depth(request: pytest.FixtureRequest) -> int:
-    """Number of launched steps that may be unfinished when another step is launched."""
+    """Number of launched steps that may be unfinished when the next is launched."""
     return int(request.param)
 
 

@@ -312,7 +312,7 @@ async def test_disconnect_ends_the_count_of_a_concurrent_request(tmp_path):
         assert answer.status_code == 404
 
 
-async def test_log_names_the_key_and_never_shows_it_nor_a_prompt(caplog, tokenizer):
+async def test_log_has_the_name_of_the_key_but_no_key_and_no_prompt(caplog, tokenizer):
     with caplog.at_level(logging.DEBUG, logger="baton"):
         for side in ("proxy", "server"):
             async with open_client(side, tokenizer, **KEY_OPTIONS) as client:

@@ -65,7 +65,7 @@ def test_failed_launch_of_a_step_fails_only_the_bad_request(depth, length):
     assert_all_blocks_free(core)
 
 
-def test_missing_memory_for_masks_fails_only_the_draw(monkeypatch):
+def test_lack_of_memory_for_masks_fails_only_the_draw(monkeypatch):
     sizes = WarmUpSizes(
         num_blocks=8, block_size=4, max_len=20, max_tokens=20, max_seqs=1
     )

@@ -322,13 +322,13 @@ def test_durations_between_points_are_linear():
     assert Polyline(points[:1])(1000) == 3.0
 
 
-def test_a_jump_between_the_last_points_is_not_continued():
-    """A step of 2,049 tokens is no CUDA graph. Longer steps were not measured."""
+def test_jump_between_the_last_points_is_not_extrapolated():
+    """A step of 2,049 tokens is not a CUDA graph. Longer steps were not measured."""
     line = Polyline([Point(17, 0.013), Point(2048, 0.045), Point(2049, 0.060)])
     assert line(8192) == pytest.approx(0.060 + 6143 * 0.047 / 2032)
 
 
-def test_the_largest_step_is_measured_behind_a_jump_in_the_durations():
+def test_largest_step_is_measured_beyond_a_jump_in_the_durations():
     """A jump at the limit of CUDA graphs must not make longer steps look too long to
     measure in the time for measurements."""
     device = SyntheticDevice(

@@ -89,7 +89,7 @@ def test_step_keeps_the_target_while_no_prompt_waits(clock):
     assert step_seconds(8, allowed) == pytest.approx(0.025, rel=0.01)
 
 
-def test_step_exceeds_the_target_by_the_waiting_time_shared_among_streams(clock):
+def test_step_exceeds_the_target_by_the_waiting_time_divided_by_the_streams(clock):
     limit = make_limit(StepTarget(0.025), clock)
     waiting = [sequence("a"), sequence("b")]
     for prompt in waiting:

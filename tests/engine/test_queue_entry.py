@@ -78,7 +78,7 @@ async def test_common_prefixes_count_once(tokenizer):
             ids = prompt_ids(number)
             requested.append(asyncio.create_task(server.post(prompt=ids, max_tokens=1)))
             await until_added(server, number + 1)  # no request is refused
-        # 1,472 of the shared tokens are complete spans.
+        # 1,472 of the shared tokens are in complete spans.
         assert await queue_tokens(server) == 1560 + 11 * 88
         gate.open.set()
         assert {(await task).status_code for task in requested} == {200}

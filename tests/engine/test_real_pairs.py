@@ -48,8 +48,8 @@ def test_transfer_of_windows_gives_the_tokens_of_a_model_with_all_kv(
     name, geometry, tmp_path
 ):
     """The first prompt is longer than several windows. The second prompt continues the
-    first prompt and its answer. The others leave the first prompt near the edge of a
-    window.
+    first prompt and its answer. Each later prompt shares the beginning of the first
+    prompt, up to near the edge of a window.
     """
     architecture, options = CASES[name]
     reference = make(architecture, tmp_path, **options)

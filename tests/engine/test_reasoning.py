@@ -132,7 +132,7 @@ def test_text_that_only_looks_like_a_call_is_reasoning(call_format, text):
 
 
 @pytest.mark.parametrize(("call_format", "call"), CALLS)
-def test_call_in_closed_reasoning_is_no_call(call_format, call):
+def test_call_within_closed_reasoning_is_reasoning(call_format, call):
     for pieces in cuts_of(f"<think>{call} or not?</think>\n\nYes {call}"):
         assert read(call_format, pieces) == [f"{call} or not?", f"Yes {call}"], pieces
 

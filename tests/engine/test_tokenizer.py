@@ -272,7 +272,7 @@ def test_end_tokens_beyond_the_models_vocabulary_are_left_out(
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     tokenizer = Tokenizer(tmp_path)
     assert (tokenizer.eos_ids, tokenizer.unknown_eos_ids) == (expected, unknown)
-    vocabulary = build_vocabulary(tokenizer)  # raises if the model has no end token
+    vocabulary = build_vocabulary(tokenizer)  # raises for ids beyond the vocabulary
     assert vocabulary.eos_token == 5 or not expected
 
 

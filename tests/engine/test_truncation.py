@@ -264,7 +264,7 @@ async def test_first_items_that_the_template_refuses_are_dropped(tokenizer):
         assert "user first" in error["message"]
 
 
-async def test_instructions_stay(tokenizer):
+async def test_instructions_are_never_truncated(tokenizer):
     templated = with_template(tokenizer, TEMPLATE)
     body = {
         "instructions": "Be kind",

@@ -94,7 +94,9 @@ def test_two_ranks_run_all_warm_up_steps(dcp):
             assert len(output.scores) == len(step.scores)
 
 
-def test_late_kernel_is_logged_as_error_with_its_name(caplog):
+def test_kernel_loaded_when_the_engine_is_ready_is_logged_as_error_with_its_name(
+    caplog,
+):
     watch = KernelWatch()
     stats = CoreStats(count_late_kernels=lambda: watch.num_late)
     with caplog.at_level(logging.WARNING):

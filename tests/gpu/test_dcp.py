@@ -38,7 +38,7 @@ def test_captured_decode_steps_of_ranks_attend_as_one_rank(name):
     tables = np.arange(1, 9).reshape(4, 2)
     lens = [3, 16, 40, 17]
     bench.check_step(lens, lens, tables)
-    # In so many steps, each rank gets new tokens to store.
+    # In 20 steps, each rank gets new tokens to store.
     for _ in range(20):
         lens = [n + 1 for n in lens]
         bench.check_captured_step(lens, tables, 8)

@@ -91,8 +91,8 @@ def test_tokens_sampled_on_the_device_are_filled_in():
     ("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)]
 )
 def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
-    """Each product reads the result of the one before. The kernel may start before that
-    is complete, and must wait for it.
+    """Each product reads the result of the previous product. Its kernel may start
+    before that result is complete, and must wait until it is.
     """
     kernels = fused_ops.kernels()
     product = kernels.one_row

@@ -295,7 +295,7 @@ def test_partial_results_of_ranks_are_merged(size, rank_heads, dim, dtype):
     outs = torch.randn(size, rows, heads, dim).to(dtype)
     lses = 3 * torch.randn(size, rows, heads)
     absent = torch.rand(size, rows) < 0.5
-    # Of each row, at least one rank has tokens.
+    # For each row, at least one rank has tokens.
     absent[torch.arange(rows) % size, torch.arange(rows)] = False
     outs[absent] = float("nan")
     packed = [

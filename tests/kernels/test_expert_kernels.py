@@ -187,7 +187,7 @@ def test_first_of_equal_logits_are_chosen_even_with_tiny_scores(monkeypatch):
     assert weights[0, 0] == 1.0
 
 
-def test_deviating_router_kernel_is_not_used_and_logged(monkeypatch, caplog):
+def test_deviating_router_kernel_is_logged_and_not_used(monkeypatch, caplog):
     choose = kernels.choose
 
     def choose_reversed(*args):
@@ -201,7 +201,7 @@ def test_deviating_router_kernel_is_not_used_and_logged(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("flaw", "message"), [(lambda x: 1 / 0, "raises Zero"), (torch.log, "nan")]
 )
-def test_deviating_expert_kernels_are_not_used_and_logged_once(
+def test_deviating_expert_kernels_are_logged_once_and_not_used(
     monkeypatch, caplog, flaw, message
 ):
     monkeypatch.setattr(kernels, "mixture", lambda x, *_: flaw(x))

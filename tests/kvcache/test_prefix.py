@@ -135,8 +135,8 @@ class PrefixMachine(LookUpMachine):
     small that it often evicts blocks.
 
     `content` records, for each block, the salt and all tokens up to the block's end, as
-    of the last write. `expected` finds the longest published prefix from it, by brute
-    force.
+    of the last write. `expected` finds the longest published prefix in `content` by
+    brute force.
     """
 
     index_type = PrefixIndex
@@ -158,8 +158,8 @@ class PrefixMachine(LookUpMachine):
         return by_content
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
-        """Returns the blocks of the longest cached prefix: one by one, the blocks with
-        exactly the next content.
+        """Returns the blocks of the longest cached prefix. Each block must have exactly
+        the next content.
         """
         cached = self.cached_contents()
         blocks: list[int] = []
@@ -278,7 +278,8 @@ class WindowMachine(LookUpMachine):
     """Random sequences with several KV groups and windows that drop blocks.
 
     A hit is the longest prefix for which all blocks that the next token needs are
-    cached. The hit's table has only these blocks. `expected` finds it by brute force.
+    cached. The hit's table has only these blocks. `expected` finds the table by brute
+    force.
     """
 
     tokens = LookUpMachine.tokens

@@ -75,8 +75,8 @@ def _sizes(draw: random.Random, architecture: str) -> Raw:
     }
     if draw.random() < 0.8:
         raw["num_key_value_heads"] = draw.choice((1, 2, heads))
-    # These two need heads that add up to hidden_size: Phi-3 checks its factors against
-    # it, and OLMoE's norms have this width.
+    # Phi-3 and OLMoE need heads that add up to hidden_size: Phi-3's number of factors
+    # must fit hidden_size, and OLMoE's norms have this width.
     if draw.random() < 0.6 and not architecture.startswith(("Phi3", "Olmoe")):
         raw["head_dim"] = draw.choice((8, 16, 20))
     if draw.random() < 0.5:

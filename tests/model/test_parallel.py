@@ -19,8 +19,8 @@ from tests.model.test_against_transformers import CASES
 from tests.model.test_config import DEEPSEEK, LLAMA
 
 PROMPT = list(range(3, 40))
-# 2 and 3 ranks divide 12 query heads and 6 KV heads evenly, 4 ranks do not. The
-# vocabulary of 131 tokens is padded.
+# 2 and 3 ranks divide 12 query heads and 6 KV heads evenly. 4 ranks do not divide the
+# KV heads. The vocabulary of 131 tokens is padded.
 TWELVE = {"num_attention_heads": 12, "head_dim": 8}
 WIDE = {
     "hidden_size": 96,

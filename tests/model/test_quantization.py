@@ -189,8 +189,8 @@ def test_missing_scale_of_a_quantised_weight_is_named(quantised):
     ],
 )
 def test_scales_of_unknown_meaning_are_refused(tmp_path, scales, message):
-    """The rows of three scales of a fused matrix are unknown, and stored exponents are
-    not scales.
+    """It is unknown to which rows of a fused matrix three scales belong. Stored
+    exponents are not scales.
     """
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     rewrite(tmp_path, *FORMATS["fp8 tensors"])

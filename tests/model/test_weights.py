@@ -104,9 +104,9 @@ def test_uploaded_tensors_equal_those_in_the_file(tmp_path, shape):
     check_upload(tmp_path, "cpu", shape)
 
 
-def test_upload_does_not_copy_tensors_on_the_device():
-    """This happens to words of 4-bit codes: they are uploaded, unpacked, and passed to
-    the upload again.
+def test_upload_does_not_copy_tensors_that_are_already_on_the_device():
+    """Words of 4-bit codes are uploaded, unpacked, and then passed to the upload
+    again.
     """
     upload = Upload(torch.device("meta"), copies=True)
     tensor = upload(torch.ones(1 << 22, dtype=torch.uint8))

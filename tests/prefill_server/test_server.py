@@ -135,7 +135,7 @@ def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:
 def test_several_prompts_may_hold_half_of_the_pool_until_they_are_answered():
     hooks = PrefillLeg()
     first = hooks.admit(_adds(16, 17), _READY)  # 3 blocks
-    # These are 7 blocks, together 10: half of the pool.
+    # The second request needs 7 blocks. Both requests hold 10, half of the pool.
     second = hooks.admit(_adds(90, 1), _READY)
     with pytest.raises(Overloaded, match="2 prompts need 8 KV blocks"):
         hooks.admit(_adds(100, 1), _READY)

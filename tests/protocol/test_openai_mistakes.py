@@ -339,8 +339,8 @@ WRONG = [
 ]
 
 
-# The error may name one of these members instead of the changed member, because it
-# contains the changed member or contradicts it.
+# The error may name one of these members instead of the changed member, because the
+# named member contains the changed member or contradicts it.
 WHOLE = {
     "stop",
     "stop_token_ids",

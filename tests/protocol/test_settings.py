@@ -215,7 +215,7 @@ def test_command_line_precedes_environment_file_and_default_also_in_groups(
     ("misspelt", "similar"),
     [
         ("BATON_BLOK_SIZE", "BATON_BLOCK_SIZE"),
-        # BATON_CACHE is a variable, but no option.
+        # BATON_CACHE is a variable, but not an option.
         ("BATON_CASHE", "BATON_CACHE"),
     ],
 )

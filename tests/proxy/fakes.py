@@ -38,7 +38,7 @@ KV_PARAMS = {
     "lease_s": 30.0,
     "signature": "00ff",
 }
-LENT = {"sender_releases": True, **KV_PARAMS}  # as decode servers receive them
+LENT = {"sender_releases": True, **KV_PARAMS}  # KV params, as decode servers get them
 
 
 async def until(condition: Callable[[], bool]) -> None:

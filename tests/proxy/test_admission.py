@@ -103,7 +103,9 @@ CONTEXT = 1000
 
 
 def refuses_then(otherwise: Behave) -> Behave:
-    """Return a behaviour that refuses bodies of more than 10,000 bytes as too long."""
+    """Return a behaviour that refuses bodies of more than 10,000 bytes as too long, and
+    answers all others like `otherwise`.
+    """
 
     async def behave(call: Call) -> None:
         if len(call.raw) > 10_000:

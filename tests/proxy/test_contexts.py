@@ -26,10 +26,8 @@ D = decodes
 REFUSES_AS_TOO_LONG = answers(400, TOO_LONG)
 REFUSES = fails(400, "invalid_request")
 CONTEXTS = [(D, 300), (D, 500)]
-LONGER_CONTEXTS = [
-    (D, 200),
-    (D, 300),
-]  # longer contexts than that of a prefill server with 100
+# These contexts are longer than the 100 tokens of a prefill server in the tests.
+LONGER_CONTEXTS = [(D, 200), (D, 300)]
 FEW_CHOICES = (P, None, 4)
 MANY_CHOICES = (P, None, 64)
 

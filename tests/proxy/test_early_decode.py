@@ -183,7 +183,7 @@ async def test_server_without_early_decode_gets_the_prefill_servers_params(fails
 @pytest.mark.parametrize(
     ("details", "members"),
     [
-        ({"subscribes": 0}, {}),  # of another version
+        ({"subscribes": 0}, {}),  # a server of another version
         ({"side_channel_port": None}, {}),
         ({}, {"prompt_logprobs": 1}),
         ({}, {"echo": True, "logprobs": 1}),
@@ -248,7 +248,7 @@ async def test_number_of_decode_servers_that_get_a_request_is_limited(
         await until(lambda: rig.in_flight() == 0)
 
 
-async def test_no_kv_is_released_if_both_legs_succeed():
+async def test_proxy_releases_no_kv_if_both_legs_succeed():
     p = Waits(prefills)
 
     async def streams(call: Call) -> None:

@@ -63,7 +63,7 @@ async def test_headers_are_forwarded_in_both_directions():
 
 
 async def test_white_space_around_header_values_is_not_forwarded():
-    """HTTP forbids such space, but some clients without a key send `Bearer `."""
+    """Such space is not part of a value. Some clients without a key send `Bearer `."""
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         writer.write(

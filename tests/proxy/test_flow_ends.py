@@ -342,7 +342,7 @@ async def test_client_gets_exactly_one_end_wherever_the_server_dies(
 
     dying = Dying(answer)
     async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
-        # It receives no request: the next line replaces its address.
+        # The fake receives no request, because `dying` gets the requests instead.
         fake = Fake(decodes)
         fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with Rig(prefill=[], decode=[fake]) as rig:

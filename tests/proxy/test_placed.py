@@ -295,8 +295,8 @@ def test_server_that_does_not_answer_is_not_taken_for_idle():
     assert chosen == "stuck"
 
 
-def test_removed_server_lends_nothing_though_its_other_member_stays():
-    """One server is a member as a prefill and as a decode server. The decode member is
+def test_removed_member_lends_nothing_though_its_server_stays_as_another_member():
+    """One server is a member as a prefill and as a decode server. The prefill member is
     removed.
     """
     tracker = LoadTracker("auto", "auto")

@@ -325,9 +325,9 @@ async def test_stream_that_is_handed_over_continues_with_its_kv(others):
         assert rig.in_flight() == 0
 
 
-async def test_stream_returns_to_the_last_server_of_its_model_after_that_has_left():
-    """A new server that got the name of the removed one must not get its requests
-    counted.
+async def test_stream_returns_to_a_removed_server_if_no_other_has_its_model():
+    """A new server gets the name of the removed one. The requests of the removed server
+    must not be counted for the new server.
     """
 
     async def leaves(call: Call) -> None:

@@ -50,8 +50,8 @@ class PoolExecutor(ShadowExecutor):
 
 
 class PooledSlots:
-    """A KV pool as a mapping: slot (block, offset) to the number that the slot holds in
-    all of its rows.
+    """A KV pool as a mapping from a slot (block, offset) to a number, which all parts
+    of the slot hold.
     """
 
     def __init__(self, pool: KVPool) -> None:

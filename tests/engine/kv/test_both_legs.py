@@ -170,7 +170,7 @@ def test_transfer_id_belongs_to_the_latest_request_that_uses_it(pair, order):
 
 
 def test_preempted_prompt_keeps_its_leased_blocks(make_pair):
-    # A step has room for two streams and two tokens of a prompt.
+    # A step fits two streams and two tokens of a prompt.
     pair = make_pair(max_num_batched_tokens=4)
     for name in ("a", "b"):
         pair.p.core.round([add(name, [1, 2, len(name)], 58)])

@@ -2,7 +2,7 @@
 to each other.
 
 In the shadow KV cache, the content of a slot depends on all tokens before it. A missing
-block, or a block of another text, therefore changes the tokens. A test also fails if a
+block, or a block of a different text, therefore changes the tokens. A test fails if a
 pull is refused because a block is missing.
 """
 
@@ -128,10 +128,11 @@ def test_longer_prefix_that_is_cached_during_a_lookup_is_used_without_a_pull():
 
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=10, deadline=None)
-# Once failed: a pull began in the middle of a block, which another prompt later found
-# in the prefix cache.
+# This seed failed once: a pull began in the middle of a block, and a different prompt
+# later found that block in the prefix cache.
 @example(5)
-# Once failed: choices continued before the window of a prefix on another engine.
+# This seed failed once: choices continued before the window of a prefix that was on the
+# other engine.
 @example(0)
 def test_leases_contain_all_blocks_that_the_borrower_needs(seed: int) -> None:
     """Runs random requests in the smallest pools that an engine accepts."""

@@ -116,9 +116,9 @@ class FenceMachine(RuleBasedStateMachine):
         self.leases.append((self.engine, remote))
 
     @rule(digest=st.sampled_from([*[""] * 5, "another prompt's"]))
-    def name(self, digest: str) -> None:
-        """A proxy offers D a prompt that P will compute. D begins up to two pulls of
-        it, which subscribe.
+    def offer_prompt(self, digest: str) -> None:
+        """A proxy offers D a prompt that P will compute. D begins up to two pulls,
+        which subscribe to the prompt.
         """
         name = f"prompt {len(self.leases)}"
         members = {"lease_id": "", "lease_s": 10.0, "block_ids": [], "num_tokens": 32}

@@ -358,7 +358,7 @@ def test_fences_are_answered_while_strangers_flood_the_server(server, data):
 
 
 def test_first_invalid_message_closes_the_connection(server):
-    """This is so even if authentic messages came before it."""
+    """An authentic message before the invalid one does not keep the connection open."""
     good = framed(seal_request(GetMetadata(nonce="n"), SECRET))
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         raw.sendall(good + framed(b"bad") * 3 + good)
@@ -443,8 +443,8 @@ def test_client_that_lacks_resources_connects_later(server, monkeypatch, lacking
 
 
 def fake_server(answer: Callable[[bytes], bytes]) -> tuple[threading.Thread, int]:
-    """Starts a server that sends any answer, as an attacker might: (its thread, its
-    port).
+    """Starts a server that sends `answer(request)` once, as an attacker might. Returns
+    the server's thread and port.
     """
     listener = listen("127.0.0.1", 0)
 

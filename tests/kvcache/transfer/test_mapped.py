@@ -102,7 +102,8 @@ def test_pull_continues_when_the_placer_accepts_launches_again(rig):
     prefill, decode, mapper = sides(rig)
     mapper.claim_results = [0, 0, 1, 0, 1 << 20, 0]
     pull(decode, prefill)
-    # A claim of 1 launched one block, and the next claim all others. 0 was left.
+    # The claim that returned 1 byte launched one block, and the next successful claim
+    # launched all others. Only the last 0 is left.
     assert mapper.claim_results == [0]
 
 

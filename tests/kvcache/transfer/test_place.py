@@ -129,10 +129,11 @@ def test_source_may_start_at_any_multiple_of_its_elements(lead):
 @pytest.mark.parametrize(
     ("p", "d", "tokens", "blocks", "views"),
     [
-        # Each block of D takes a view of its own.
+        # Pieces are evenly spaced only within a block of the side with larger blocks.
         (endpoint("BHLCND", 1, 64), endpoint("BHLCND", 32, 4), 64, [1, 3], 2),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 128, [*range(1, 17)], 4),
         (endpoint("BHLCND", 32, 4), endpoint("BHLCND", 8, 17), 120, [*range(1, 17)], 4),
+        # With blocks of equal size, all pieces are evenly spaced.
         (endpoint("LBCNHD", 16, 8), endpoint("BHLCND", 16, 9), 128, [*range(8)], 1),
     ],
 )

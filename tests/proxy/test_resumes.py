@@ -198,7 +198,9 @@ async def test_stream_of_a_silent_server_continues_at_another_server():
 @pytest.mark.parametrize("request_id", [b"r", b"\xc3\xa9", b"\xe9"])
 # A second server, if there is one, has an incompatible model.
 @pytest.mark.parametrize("others", [[], ["x.b.c"]])
-async def test_server_that_only_broke_a_connection_continues_itself(request_id, others):
+async def test_server_that_only_broke_a_connection_continues_the_stream_itself(
+    request_id, others
+):
     async def drops(call: Call) -> None:
         server.ready = False
         server.polls = 0

@@ -171,7 +171,7 @@ class Cutter:
     ) -> None:
         """Pass on answers, and stop each at the frame that its hold names."""
         num_tokens = 0
-        unparsed = b""  # the end of the data, which may be a partial frame
+        unparsed = b""  # the data after the last complete frame
         is_lost = False
 
         def stop_at_hold() -> None:

@@ -220,10 +220,10 @@ class ReasoningParser:
         return text
 
     def _strip(self, text: str) -> str:
-        """Drop white space at the start of the reasoning.
+        """Return text of the reasoning, without white space at the reasoning's start.
 
-        White space at the end is held back, and returned before the next text if more
-        text follows.
+        White space at the end of `text` is held back. It is returned before the next
+        text that is not only white space.
         """
         bare = text.rstrip() if self._has_text else text.strip()
         if not bare:

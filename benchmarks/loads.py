@@ -57,7 +57,7 @@ def _no_follow_up(_request: Request, _now: float) -> None:
 # -- traces: the first `max_requests` requests, `load` times as fast as recorded
 
 
-def mooncake(path: Path, load: float, max_requests: int) -> Workload:
+def read_mooncake(path: Path, load: float, max_requests: int) -> Workload:
     """Read a trace of Mooncake (JSON lines, timestamps in ms)."""
     requests = []
     for line in path.read_text().splitlines()[:max_requests]:
@@ -72,7 +72,7 @@ def mooncake(path: Path, load: float, max_requests: int) -> Workload:
     return requests, _no_follow_up
 
 
-def azure(path: Path, load: float, max_requests: int) -> Workload:
+def read_azure(path: Path, load: float, max_requests: int) -> Workload:
     """Read a trace of Azure (CSV).
 
     The trace has only the lengths of prompts, so no two prompts get a common prefix.

@@ -17,7 +17,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.loads import MIXES, FollowUp, Request, Workload, azure, mooncake
+from benchmarks.loads import (
+    MIXES,
+    FollowUp,
+    Request,
+    Workload,
+    read_azure,
+    read_mooncake,
+)
 from benchmarks.routers import IdealRouter, ProxyRouter
 from benchmarks.simulation import Engine, EngineTimes, Fleet
 from proxy.placement.load_tracker import Disaggregate, Routing
@@ -152,7 +159,7 @@ def simulate(
 def _workload(args: argparse.Namespace, load: float) -> Workload:
     if args.mix:
         return MIXES[args.mix](load, args.requests)
-    read = azure if args.trace.suffix == ".csv" else mooncake
+    read = read_azure if args.trace.suffix == ".csv" else read_mooncake
     return read(args.trace, load, args.requests)
 
 

@@ -199,7 +199,7 @@ def complete_options(
         )
 
 
-async def drive(
+async def send_all(
     options: argparse.Namespace, session: aiohttp.ClientSession
 ) -> tuple[list[Timeline], float]:
     """Send all requests. Return their timelines and the elapsed seconds."""
@@ -274,7 +274,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             timeline = await stream(session, options.path, body, time.perf_counter())
             if not timeline.succeeded:
                 raise RuntimeError(f"a warm-up request failed: {timeline.error}")
-        timelines, elapsed_s = await drive(options, session)
+        timelines, elapsed_s = await send_all(options, session)
     result: dict[str, Any] = {"benchmark": "serve"}
     result |= {name: getattr(options, name) for name in _REPORTED_OPTIONS}
     return result | figures(timelines, elapsed_s, options)

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.loads import mooncake
+from benchmarks.loads import read_mooncake
 from tests.make_models import ensure_model
 from tests.rigs.client import fresh_prompt, greedy, parse_kv, post
 from tests.rigs.cluster import Server, start_decode, start_prefill, start_proxy, started
@@ -131,7 +131,7 @@ def _trace() -> list[tuple[int, ...]]:
     """
     path = os.environ.get("BATON_TEST_TRACE")
     if path:
-        rows = [request.hashes for request in mooncake(Path(path), 1.0, 4000)[0]]
+        rows = [request.hashes for request in read_mooncake(Path(path), 1.0, 4000)[0]]
         sizes = Counter(row[1:2] for row in rows)
         rows = [row for row in rows if sizes[row[1:2]] > 1 and len(row) <= 200]
         return rows[:_MAX_REQUESTS]

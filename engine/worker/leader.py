@@ -77,7 +77,7 @@ def _build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=decide_max_model_len(
             config,
-            rank.size,
+            rank.pool_size,
             rank.num_blocks,
             model_config.max_position,
             rank.runner.groups,

@@ -32,7 +32,7 @@ class Rank:
             begins.
 
     Attributes:
-        size: the size of the pool that this rank could hold on its own.
+        pool_size: the size of the pool that this rank could hold on its own.
         num_blocks: the number of blocks of every rank's pool, on which all ranks
             agreed.
         metadata: descriptions of all ranks, by rank.
@@ -50,8 +50,8 @@ class Rank:
         self.runner = ModelRunner(config, model_config, parallel, report)
         self._number = rank
         report("sizing the KV pool")
-        self.size = measure_pool_size(config, model_config, self.runner)
-        self.num_blocks = links.agree(self.size.num_blocks, int, min)
+        self.pool_size = measure_pool_size(config, model_config, self.runner)
+        self.num_blocks = links.agree(self.pool_size.num_blocks, int, min)
         pool = self.runner.allocate(self.num_blocks).pool
         self.runner.capture_graphs()
         on_gpu = pool.device.type == "cuda"

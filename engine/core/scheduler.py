@@ -78,7 +78,7 @@ class Scheduler:
         self._prompt_limit = PromptLimit(
             limits.step_target, limits.max_num_batched_tokens, step_times
         )
-        self.steps = StepLedger(self.allocator, self._prompt_limit.budget)
+        self.ledger = StepLedger(self.allocator, self._prompt_limit.budget)
         self._sharing = PrefixSharing(limits, self.tables, self.prefix)
 
     @property
@@ -227,7 +227,7 @@ class Scheduler:
         return not self.allocator.can_allocate(needed)
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
-        assert not self.steps.is_in_launched_step(victim), (
+        assert not self.ledger.is_in_launched_step(victim), (
             "preempted while a launched step uses its blocks"
         )
         self.running.remove(victim)
@@ -417,11 +417,11 @@ class Scheduler:
     # -- steps --------------------------------------------------------------------
 
     def step_launched(self, scheduled: Sequenceable[Scheduled]) -> None:
-        self.steps.record_launch(scheduled)
+        self.ledger.record_launch(scheduled)
 
     def step_finished(self, seconds: float | None = None) -> None:
         """Records that the oldest launched step has ended on every rank."""
-        self.steps.record_finish(seconds)
+        self.ledger.record_finish(seconds)
 
     def draw_failed(self, scheduled: Sequenceable[Scheduled]) -> None:
         """Records that the only launched step has ended without drawing its tokens. Its
@@ -456,7 +456,7 @@ class Scheduler:
                 cursor=sequence.prefix_cursor,
                 salt=sequence.request.cache_salt,
             )
-        self.steps.release(sequence, self.tables.take_passed_blocks(sequence))
+        self.ledger.release(sequence, self.tables.take_passed_blocks(sequence))
 
     # -- ends ---------------------------------------------------------------------
 
@@ -475,7 +475,7 @@ class Scheduler:
         sequence.phase = Phase.NEW
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        self.steps.release(sequence, without_null_blocks(sequence.block_ids))
+        self.ledger.release(sequence, without_null_blocks(sequence.block_ids))
         sequence.reset_blocks()
 
     def stats(self) -> dict[str, float]:

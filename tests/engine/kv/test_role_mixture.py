@@ -402,7 +402,7 @@ class _Mixture:
             expected.update(sequence.block_ids[:num_hits])
         for sequence in scheduler.waiting:
             assert sequence.phase is Phase.WAITING and not sequence.block_ids
-        for _, block_ids in scheduler.steps.deferred_releases:
+        for _, block_ids in scheduler.ledger.deferred_releases:
             expected.update(block_ids)
         allocator = scheduler.allocator
         blocks = range(1, allocator.num_blocks)

@@ -40,7 +40,7 @@ def to_device(
     values: Any, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Copies values to a device. The host does not wait for a copy to a GPU. On a CPU,
-    the tensor shares the memory of an array."""
+    an array of this dtype is not copied: the tensor shares its memory."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()

@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvcache.transfer.pulls.messages import PeerKey
 
-Borrow = Literal["auto", "always", "never"]
+BorrowMode = Literal["auto", "always", "never"]
 
 # Assumed latency of a lookup, an empty pull and its fence together, until a lookup has
 # been measured.
@@ -49,7 +49,7 @@ class Rates:
 
     def __init__(
         self,
-        mode: Borrow,
+        mode: BorrowMode,
         bytes_per_token: int,
         default_bytes_per_s: float,
         clock: Callable[[], float] = time.monotonic,

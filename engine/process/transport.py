@@ -44,7 +44,7 @@ class EngineTransport:
         Returns:
             The messages, and whether the HTTP process has hung up.
         """
-        with contextlib.suppress(WireClosed):  # the call of receive below reports it
+        with contextlib.suppress(WireClosed):  # self._wire.receive() reports it below
             while self._wire.unsent_bytes > MAX_UNSENT_BYTES:
                 writable = select.poll()
                 writable.register(self._wire, select.POLLOUT)

@@ -26,7 +26,7 @@ from model.sizes import tp_sizes, weight_bytes
 from protocol.ipc.wire import CannotListen
 from protocol.settings.machine import free_host_bytes
 
-_STREAM_PRIORITY = -1  # above 0, CUDA's default, because lower numbers come first
+_STREAM_PRIORITY = -1  # a higher priority than CUDA's default, which is 0
 _REPORT_INTERVAL_S = 3.0
 
 

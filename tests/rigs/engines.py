@@ -23,7 +23,7 @@ from engine.geometry import kv_groups
 from engine.kv.borrower import Borrower
 from engine.kv.connector import Connector
 from engine.kv.lender import Lender
-from engine.kv.rates import Borrow, Rates
+from engine.kv.rates import BorrowMode, Rates
 from engine.worker.memory import make_memory, max_sequence_tokens_in
 from engine.worker.runner import ModelRunner
 from kvcache.blocks import BlockState
@@ -155,7 +155,7 @@ class Engine:
         verify: str = "off",
         depth: int = 0,
         secret: bytes = SECRET,
-        mode: Borrow = "always",
+        mode: BorrowMode = "always",
         policy: str = "recompute",
         settings: PullSettings | None = None,
         quarantine_timeout_s: float = 30.0,

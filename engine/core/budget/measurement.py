@@ -68,7 +68,7 @@ class StepSizes:
     target_s: float = 0.0
 
     @property
-    def measured_streams(self) -> int:
+    def max_measured_streams(self) -> int:
         """The largest measured number of streams. One sequence and half of the tokens
         of a step are left for prompts."""
         return max(1, min(self.max_streams - 1, self.max_tokens // 2, _MAX_STREAMS))
@@ -124,7 +124,7 @@ def measure(time_step: TimeStep, sizes: StepSizes) -> StepTimes:
 def _measure_streams(time_step: TimeStep, sizes: StepSizes) -> list[StreamTimes]:
     """Measures steps without prompts, for several numbers of streams, with short and
     with long contexts."""
-    max_count = sizes.measured_streams
+    max_count = sizes.max_measured_streams
     counts = [*(count for count in _STREAM_COUNTS if count < max_count), max_count]
     points = dict[int, dict[int, Point]]()
     for get_context in (lambda count: _SHORT_CONTEXT, _long_context):

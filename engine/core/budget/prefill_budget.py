@@ -26,7 +26,8 @@ _MIN_PROMPT_TOKENS: Final = 16
 # prompt tokens, because on a GPU several hundred tokens take hardly longer than 16.
 _NEGLIGIBLE_FACTOR: Final = 1.1
 # Only steps with an expected or actual duration of at least this share of the target
-# correct the expected durations. Shorter steps deviate for reasons of their own.
+# correct the expected durations. The errors of shorter steps say little about steps
+# near the target.
 _MIN_TARGET_SHARE: Final = 0.75
 _WEIGHT: Final = 0.1  # of the latest step in the moving average
 # A step that took longer than expected counts as at most this share longer, because a

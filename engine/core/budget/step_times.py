@@ -170,8 +170,8 @@ class StepTimes:
         return seconds + self._context_s(load.prompt_start, load.prompt_tokens)
 
     def _shares(self, load: Load) -> tuple[float, float]:
-        """The factors by which a step multiplies the times that `_crowded` and `_long`
-        add."""
+        """The factors for the times that `_crowded` and `_long` add, in a step with
+        this load."""
         light = self._light
         short_context = float(light.context_tokens)
         crowded_share = 0.0

@@ -113,7 +113,7 @@ def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
 
 
 def warn_of_unknown_eos(tokenizer: Tokenizer) -> None:
-    """Warns of end tokens in the model's files that the model cannot generate."""
+    """Warns if the model's files name end tokens that the model cannot generate."""
     if not tokenizer.unknown_eos_ids:
         return
     consequence = "no token ends a response"

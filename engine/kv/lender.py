@@ -30,7 +30,7 @@ _MAX_LEASED_SHARE = 0.5
 
 
 class Lender(KVConnector):
-    """Retains the KV of finished prompts, grants leases on it, and ends them."""
+    """Leases the KV of prompts to other engines, and ends these leases."""
 
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
         self._config = config

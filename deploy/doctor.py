@@ -1,8 +1,8 @@
 """`baton doctor` measures how fast KV moves between servers on this machine.
 
 It also reports missing packages and unsuitable host settings. It creates KV and pulls
-it from one device to another, over each path that servers have. It needs no model and
-no running server.
+the KV from one device to another, over the paths "mapped" and "nixl". It needs no model
+and no running server.
 """
 
 import json

@@ -112,7 +112,7 @@ class ProxyApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     def shut_down(self, grace_s: float) -> None:
-        """Stop being ready, and end requests that still run after `grace_s` seconds."""
+        """Report not ready, and end requests that still run after `grace_s` seconds."""
         self.shutting_down = True
         self._members.begin_shutdown()
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)

@@ -259,7 +259,7 @@ class PDRequest(RequestLegs):
         """Generate the answer, or the rest of an answer after a loss.
 
         Raises:
-            UpstreamLost: a decode server was lost, and another may continue.
+            UpstreamLost: a decode server was lost, and another server may continue.
             BatonError: the error for the client.
         """
         pool = self._model_pool

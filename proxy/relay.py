@@ -30,8 +30,8 @@ from proxy.upstream import (
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _FRAMES_HEADER = FRAMES_HEADER.encode()
-# Headers that are not relayed: RFC 9110 restricts them to one connection, or the HTTP
-# server of the proxy writes them.
+# Headers that are not relayed: RFC 9110 restricts them to one connection, or the proxy
+# writes its own.
 _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer "
     b"transfer-encoding upgrade content-length date server x-request-id".split()

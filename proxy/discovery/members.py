@@ -78,10 +78,9 @@ class Members:
         self._discovery.start()
 
     def begin_shutdown(self) -> None:
-        """Stop accepting registrations, and log no warnings about servers that stop.
+        """Let no registration expire, and log no warnings about servers that stop.
 
-        The servers may be stopping together with the proxy. Registered servers stay
-        members.
+        The servers may be stopping together with the proxy.
         """
         self._is_shutting_down = True
         self._registry.close()

@@ -25,7 +25,9 @@ from proxy.membership import LISTED, Fleet, Kind
 logger = get_logger(__name__)
 
 MAX_FILE_BYTES = 2**20
-MAX_SERVERS = 1024  # per DNS name, and per key of the file
+# Per DNS name, where further addresses are ignored; and per key of the file, which is
+# refused if it lists more.
+MAX_SERVERS = 1024
 STALE_S = 300.0  # the last addresses of a DNS name stay valid for this long
 LOOKUP_TIMEOUT_S = 10.0
 JITTER = 0.2  # share of the interval, so that proxies do not check all at once

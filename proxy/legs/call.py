@@ -25,14 +25,14 @@ class UpstreamCall:
         pool: the servers that may be chosen.
         kind: the kind of server that receives the leg.
         profile: the request's prompt, for placement; None if there is no prompt.
-        min_read_status: a response with this status or above is read completely; any
-            other response is left open, to be relayed.
+        min_read_status: a response with this status or above, or with 429, is read
+            completely. Any other response is left open, to be relayed.
         transfer_id: id with which a prefill is cancelled if its answer is lost; None
             for other legs.
         computes: the server computes the prompt.
         foreign_body: returns the body for a server that speaks vLLM's dialect; None if
             such a server gets `body`, too.
-        deadline: deadline of the whole request; servers receive the remaining time.
+        deadline: deadline of the whole request; Baton servers receive the time left.
         priority: smaller is more urgent.
         baton_headers: headers that only Baton servers receive.
         max_deliveries: how many servers may receive the request and fail to answer.

@@ -67,9 +67,10 @@ class FullServers:
     ) -> list[Server]:
         """Return those of `servers` that are full.
 
-        A server is full if it refused a similar request just now. A server without
-        admission control, such as vLLM's, is full if this proxy estimates a long queue.
-        A Baton server measures its queue itself and refuses by itself.
+        A server is full if it refused a similar request just now. Servers without
+        admission control, such as vLLM's, are full if no other server is left and this
+        proxy estimates a long queue at each of them. A Baton server measures its queue
+        itself and refuses by itself.
 
         Raises:
             QueueFull: all of `servers` are full.

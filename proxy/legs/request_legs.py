@@ -33,7 +33,7 @@ class RequestLegs:
 
     Attributes:
         data: the body as the client sent it.
-        deadline: when the request is cancelled; servers receive the time that is left.
+        deadline: when the request is cancelled; Baton servers receive the time left.
     """
 
     upstreams: Upstreams

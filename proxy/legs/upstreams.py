@@ -203,8 +203,9 @@ class Upstreams:
     def count_request(self, path: str, reason: str) -> None:
         """Count a request by the path that it takes.
 
-        Warns if requests are no longer disaggregated: after WARN_AFTER_DECODE_ONLY such
-        requests in a row, then each time that their number has doubled.
+        Warns if requests are not disaggregated although prefill servers are ready:
+        after WARN_AFTER_DECODE_ONLY such requests in a row, then each time that their
+        number has doubled.
         """
         self.metrics.inc("baton_proxy_requests", path=path, reason=reason)
         if path == "pd":

@@ -191,10 +191,10 @@ class LoadTracker:
     def lenders(
         self, server: object, profile: RequestProfile
     ) -> list[tuple[object, int]]:
-        """Return the servers that have cached more of a prompt than `server` has.
+        """Return the lenders that have cached more of a prompt than `server` has.
 
-        `server` is the server that computes the prompt. Each returned server comes with
-        its number of cached tokens; the server with the most is first.
+        `server` is the server that computes the prompt. Each lender comes with its
+        number of cached tokens; the lender with the most is first.
         """
         if not self.pulls:
             return []

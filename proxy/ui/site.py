@@ -50,7 +50,7 @@ PATHS = OPEN_PATHS | {STATE_PATH}
 
 
 def is_browser(scope: dict[str, Any]) -> bool:
-    """Return whether a browser opened this path; other clients accept no HTML."""
+    """Return whether a browser opened this path: its `Accept` names text/html."""
     if scope["method"] not in ("GET", "HEAD"):
         return False
     for name, value in scope["headers"]:

@@ -159,10 +159,11 @@ def token_limit(
         default = free_tokens if is_chat else DEFAULT_COMPLETION_TOKENS
         limit = min(model_limit or default, free_tokens)
         if parsed.min_tokens > limit:
+            field = parsed.limit_field
             refuse(
                 "min_tokens",
-                f"is {parsed.min_tokens}, but without `max_tokens` at most {limit} "
-                "tokens are generated; lower `min_tokens` or set `max_tokens`",
+                f"is {parsed.min_tokens}, but without `{field}` at most {limit} tokens "
+                f"are generated; lower `min_tokens` or set `{field}`",
             )
         return limit
     if requested > free_tokens:

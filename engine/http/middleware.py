@@ -161,8 +161,8 @@ def _check_size(body: bytes, max_bytes: int) -> None:
             client_part = client_part.replace(value, b"", 1)
     if len(client_part) > max_bytes:
         raise PayloadTooLarge(
-            f"the body has {len(body)} bytes, the limit is {max_bytes} bytes; send "
-            "less at once (--max-body-bytes)"
+            f"the body has {len(client_part)} bytes, the limit is {max_bytes} bytes; "
+            "send less at once (--max-body-bytes)"
         )
     check_bounds(client_part)
 

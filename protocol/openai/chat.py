@@ -43,7 +43,9 @@ class Thought(Strict):
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["thinking", "redacted_thinking"] = Field(description="thinking")
+    type: Literal["thinking", "redacted_thinking"] = Field(
+        description="thinking or redacted_thinking"
+    )
     text: str = Field("", alias="thinking", description="a string")
 
 
@@ -81,7 +83,7 @@ class CalledFunction(Strict):
 
     name: str = Field(description="a string")
     arguments: Annotated[Any, ReadFrom(str | dict[str, Any], _as_object)] = Field(
-        {}, description="a JSON text"
+        {}, description="a JSON text or an object"
     )
 
 

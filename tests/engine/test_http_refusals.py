@@ -55,7 +55,7 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
         (TEXT, {"logit_bias": {"260": 1}}, 400, "logit_bias",
          "260; ids are from 0 to 259"),
         (TEXT, {"min_tokens": 17}, 400, "min_tokens",
-         "17, but without `max_tokens` at most 16 "),
+         "17, but without `max_completion_tokens` at most 16 "),
         (TEXT, {"prompt": "x" * 60, "min_tokens": 5}, 400, "min_tokens",
          "5, .* at most 4 tokens"),
         # The error has the name of the limit that the client used.

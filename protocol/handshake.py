@@ -198,18 +198,18 @@ FOREIGN: Final = "vllm"
 
 
 @lru_cache(4096)
-def may_pair(prefill: str, decode: str) -> bool:
+def may_pair(prefill_digest: str, decode_digest: str) -> bool:
     """Returns whether servers with these kv_digests are compatible.
 
     An empty digest means that the proxy does not know the server's digest yet. Such a
     server may pair with every server that is not FOREIGN.
     """
-    if FOREIGN in (prefill, decode):
-        return prefill == decode
-    if not prefill or not decode:
+    if FOREIGN in (prefill_digest, decode_digest):
+        return prefill_digest == decode_digest
+    if not prefill_digest or not decode_digest:
         return True
-    prefill_parts = prefill.split(".")
-    decode_parts = decode.split(".")
+    prefill_parts = prefill_digest.split(".")
+    decode_parts = decode_digest.split(".")
     if len(prefill_parts) != len(decode_parts):
         return False
     pairs = zip(prefill_parts, decode_parts, strict=True)

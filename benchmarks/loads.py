@@ -241,7 +241,7 @@ def documents(load: float, _max_requests: int) -> Workload:
 def open_loop(load: float, max_requests: int) -> Workload:
     """Prompts of 2,048 tokens on average, 192 output tokens.
 
-    `load` requests arrive per second, for one minute.
+    `load` requests arrive per second, for one minute or up to `max_requests`.
     """
     rng = random.Random(1)
     maker = _RequestMaker()

@@ -268,9 +268,9 @@ class SpecialTokenSplitter:
                 unprotected.append(text)
         return unprotected
 
-    def _has_control_token(self, library: tokenizers.Tokenizer, text: str) -> bool:
+    def _has_control_token(self, tokenizer: tokenizers.Tokenizer, text: str) -> bool:
         return not self._control_ids.isdisjoint(
-            library.encode(text, add_special_tokens=False).ids
+            tokenizer.encode(text, add_special_tokens=False).ids
         )
 
     def _has_control_tokens_in_turns(self) -> bool:

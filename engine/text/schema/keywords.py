@@ -2,7 +2,8 @@
 
 The library llguidance receives only keywords that were checked here. Unknown keywords,
 annotations and formats that are not enforced are left out, and references are resolved.
-A `oneOf` becomes an `anyOf` (emit.py), because its options must exclude each other.
+A `oneOf` becomes an `anyOf` (emit.py), which is equivalent: its options must exclude
+each other.
 """
 
 import json

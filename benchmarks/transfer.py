@@ -31,9 +31,9 @@ import torch
 
 from benchmarks.transfer_pair import (
     Decode,
+    DecodeSetup,
     Prefill,
     Remote,
-    Setup,
     Side,
     Size,
     kind_of,
@@ -194,7 +194,7 @@ class BareReader:
         self._agent.close()
 
 
-def planned_reads(case: Case, setup: Setup) -> list[list[ReadDescriptors]]:
+def planned_reads(case: Case, setup: DecodeSetup) -> list[list[ReadDescriptors]]:
     """Return the READs of each rank of D, in the order of the planner."""
     size = setup.size
     costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
@@ -284,8 +284,8 @@ class Bench:
             unheld_row = self._measure_pulls(decode, f"{name} unheld", SHORT_TOKENS, 25)
             return [held_row, unheld_row]
 
-    def _setup(self, path: str) -> Setup:
-        return Setup(
+    def _setup(self, path: str) -> DecodeSetup:
+        return DecodeSetup(
             self.size,
             self.targets,
             mapped=path == "mapped",
@@ -295,7 +295,7 @@ class Bench:
 
     @contextmanager
     def _open_pair(
-        self, case: Case, setup: Setup
+        self, case: Case, setup: DecodeSetup
     ) -> Iterator[tuple[Decode, EngineMetadata]]:
         metadata = self.prefill.call("begin_case", case.p)
         with closing(Decode(self.prefill, case.d, setup)) as decode:
@@ -308,7 +308,9 @@ class Bench:
         last = pulls[-1]
         return self._row(name, last.path, last.num_descriptors, last.nbytes, seconds)
 
-    def _measure_bare(self, case: Case, setup: Setup, metadata: EngineMetadata) -> Row:
+    def _measure_bare(
+        self, case: Case, setup: DecodeSetup, metadata: EngineMetadata
+    ) -> Row:
         """Measure the READs of all ranks with bare NIXL.
 
         All ranks post their READs at the same time. A round is timed until all READs

@@ -108,7 +108,7 @@ class Side(NamedTuple):
         return blocks[: -(-num_tokens // self.block_size)]
 
 
-class Setup(NamedTuple):
+class DecodeSetup(NamedTuple):
     """How the ranks of the decode server D pull.
 
     Attributes:
@@ -280,7 +280,7 @@ class DecodeRank:
     """
 
     def __init__(
-        self, rank: int, side: Side, setup: Setup, link: PullCoordinator | socket
+        self, rank: int, side: Side, setup: DecodeSetup, link: PullCoordinator | socket
     ) -> None:
         device = setup.device(rank)
         use_device(device)
@@ -318,7 +318,7 @@ class Decode:
 
     holds_before_pull = True
 
-    def __init__(self, prefill: "Remote", side: Side, setup: Setup) -> None:
+    def __init__(self, prefill: "Remote", side: Side, setup: DecodeSetup) -> None:
         use_device(setup.device(0))
         self._prefill = prefill
         self._side = side

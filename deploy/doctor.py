@@ -81,7 +81,9 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
         blocks = -(-nbytes // pair.Size(*_SIZES, _BLOCK_TOKENS).kv_bytes)
         size = pair.Size(*_SIZES, blocks * _BLOCK_TOKENS)
         side = pair.Side("BHLCND", 1, _BLOCK_TOKENS, seed=1, scattered=False)
-        setup = pair.Setup(size, (target,), mapped=path == "mapped", staging_bytes=0)
+        setup = pair.DecodeSetup(
+            size, (target,), mapped=path == "mapped", staging_bytes=0
+        )
         with safe_path(), closing(pair.Remote(pair.Prefill, source, size)) as prefill:
             prefill.call("begin_case", side)
             with closing(pair.Decode(prefill, side, setup)) as decode:

@@ -47,8 +47,8 @@ class KVConnector:
         self.core.enqueue(sequence)
 
     def on_receive(self, sequence: Sequence) -> None:
-        """Called when a sequence has got RECEIVING blocks. The connector starts the
-        pull into these blocks.
+        """Called once a sequence holds RECEIVING blocks. The connector starts the pull
+        into these blocks.
         """
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
 

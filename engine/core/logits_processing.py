@@ -173,7 +173,7 @@ class LogitShaper:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.seen = torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device)
-        self._rows: dict[int, SamplingRow] = {}
+        self._setups: dict[int, SamplingRow] = {}  # by row
         # Tokens and values of the biases, by row. They are arrays, because a step must
         # not iterate over the many biases that a request may have.
         self._biases: dict[
@@ -195,7 +195,7 @@ class LogitShaper:
         for draw, row in enumerate(changes.rows):
             if row == NO_ROW:
                 continue
-            setup = self._rows[row]
+            setup = self._setups[row]
             start = draw * self.vocab_size  # in the flattened logits
             if setup.bias:
                 ids, values = self._biases[row]
@@ -229,7 +229,7 @@ class LogitShaper:
         return replace(shaping or Shaping(self.seen), allowed=self._unpack(masks))
 
     def _set_up(self, setup: SamplingRow) -> None:
-        self._rows[setup.row] = setup
+        self._setups[setup.row] = setup
         ids = np.fromiter(setup.bias, np.int64)
         values = np.fromiter(setup.bias.values(), np.float32)
         self._biases[setup.row] = (ids, values)

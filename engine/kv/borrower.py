@@ -283,8 +283,8 @@ class Borrower(KVConnector):
         num_quarantined = scheduler.allocator.num_quarantined
         for sequence in pulls_without_capacity(scheduler):
             error = PullCircuitOpen(
-                f"hanging READs hold {num_quarantined} KV blocks, so this pull would "
-                "exceed the limit on blocks exposed to READs"
+                f"pulls that do not end hold {num_quarantined} KV blocks, so this pull "
+                "would exceed the limit on blocks that pulls may write to"
             )
             self._give_up_waiting_pull(sequence, error)
 

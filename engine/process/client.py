@@ -250,7 +250,7 @@ class EngineClient:
         # request that migrated last.
         self._leases_reported_by_s = 0.0
         self.failure: str | None = None
-        self._subscriptions: dict[str, Subscription] = {}
+        self._subscriptions: dict[str, Subscription] = {}  # by request id
         self._start_decided = asyncio.Event()  # the engine is ready or has failed
         # Whether the engine sent a message, or received work when it had none, since
         # the last call of `is_stalled`.

@@ -238,6 +238,7 @@ class PromptGraphs:
         # The buffers for the inputs of attention queries and for their answers. All
         # layers and sizes share these buffers.
         self._buffers: dict[tuple[object, ...], Tensor] = {}
+        # The pieces of the captured steps and their hidden states, by number of tokens.
         self._pieces: dict[int, list[_Piece]] = {}
         self._hidden: dict[int, Tensor] = {}
 

@@ -103,7 +103,7 @@ class DecodeGeometry(Geometry):
     option_prefix: ClassVar[str] = "decode."
 
     dcp: DivisorOfTp = Field(
-        1, description="ranks that share tokens (a divisor of --decode.tp)"
+        1, description="ranks that divide each sequence's tokens (divides --decode.tp)"
     )
 
 

@@ -245,7 +245,7 @@ class PDRequest(RequestLegs):
         servers = self._fleet.by_kind[Kind.DECODE]
         avoided = self._failover.avoided
         if loss.has_begun:
-            # Servers of another model would refuse to continue.
+            # Servers of another model or dtype would refuse to continue.
             avoided = [each for each in servers if each.health.kv_digest != digest]
         elif all(server in avoided for server in servers):
             avoided = []

@@ -86,8 +86,9 @@ class Readiness:
         ]
         if lasting_gaps:
             logger.warning(
-                "%s within %g s (--prefill-wait-s); GET /ready is 200 from now on, and "
-                "decode servers compute the prompts. Check the prefill servers.",
+                "%s within %g s (--prefill-wait-s); GET /ready no longer waits for "
+                "this, and decode servers compute the prompts. Check the prefill "
+                "servers.",
                 "; ".join(lasting_gaps),
                 self._wait_s,
             )
@@ -121,11 +122,11 @@ class Readiness:
         names = sorted({name for server in ready for name in server.health.models})
         if not names:
             return {"": self._gap(self._fleet, "")}
-        is_one = len(names) == 1
+        has_one_model = len(names) == 1
         return {
             name: self._gap(
                 self._fleet.pool(name),
-                "" if is_one else f" of model {short_repr(name, 200)}",
+                "" if has_one_model else f" of model {short_repr(name, 200)}",
             )
             for name in names
         }

@@ -94,7 +94,7 @@ class Leg:
 
     Attributes:
         assignment: the leg's share of the server's load.
-        is_open: the response is still being read.
+        is_open: the response has not been read to its end.
     """
 
     server: Server

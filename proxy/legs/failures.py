@@ -17,7 +17,8 @@ _RETRIED = {
     Kind.PREFILL: frozenset(Failure),
     # Another decode server may use the same lease. A timeout is not retried, because
     # the client would wait for a second timeout. An error of the server itself is not
-    # retried either: with --kv-load-failure-policy, the server has decided to fail.
+    # retried either: after a failed pull, the server has recomputed the prompt or has
+    # failed on purpose, as --kv-load-failure-policy requires.
     Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
 }
 _QUEUE_PHASES = (QueueFull.phase, GrammarQueueFull.phase)

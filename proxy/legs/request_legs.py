@@ -257,7 +257,10 @@ class RequestLegs:
         )
 
     def _unfit(self, pool: Pool, kind: Kind, num_tokens: int = 0) -> list[Server]:
-        """Return the servers that refuse this many tokens or the request's choices."""
+        """Return the servers that refuse this many tokens, or this many choices.
+
+        The number of choices is that of the request.
+        """
         return pool.unfit(kind, num_tokens, bodies.num_choices(self._body))
 
     def _count(self, path: str, reason: str) -> None:

@@ -326,9 +326,9 @@ class Upstreams:
         """Give up requests of a server that does not answer its health checks.
 
         Prefill legs are retried at another server or left out, and requests that
-        another decode server can continue fail over. A decode server keeps the requests
-        that no other server can continue until the silence is long, because it may
-        still answer them.
+        another decode server can continue fail over. Until the silence is long, a
+        decode server keeps the requests that no other server can continue, because it
+        may still answer them.
 
         Args:
             is_long: the server has not answered LONG_SILENCE health checks in a row.

@@ -349,7 +349,7 @@ class LoadTracker:
         cached: CachedPrefixes,
         generates: bool,
     ) -> float:
-        """Return the estimated time for computing a prompt, without the wait before."""
+        """Return the estimated time for computing a prompt, not counting its wait."""
         num_cached = cached.depths.get(load.index, 0) * profile.block_tokens
         # At least the last token of a prompt is computed.
         num_tokens = max(int(profile.tokens - num_cached), 1)

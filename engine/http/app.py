@@ -55,8 +55,8 @@ def create_app(api: Api) -> FastAPI:
         for path, endpoint in ENDPOINTS.items()
     }
     post_handlers |= {
-        "/tokenize": partial(pages.handle_text, work=pages.tokenize),
-        "/detokenize": partial(pages.handle_text, work=pages.detokenize),
+        "/tokenize": partial(pages.answer_tokenizer_call, work=pages.tokenize),
+        "/detokenize": partial(pages.answer_tokenizer_call, work=pages.detokenize),
         RELEASE_PATH: pages.release_kv,
         "/drain": pages.drain,
         "/migrate": pages.migrate,
@@ -233,7 +233,7 @@ class _Pages:
             ) from None
         return JSONResponse({"moving": self._api.client.migrate(body.requests)})
 
-    async def handle_text(
+    async def answer_tokenizer_call(
         self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
     ) -> Response:
         """Answer a call that needs only the tokenizer.

@@ -21,8 +21,8 @@ from engine.http.limits import (
     check_num_tokens,
     check_token_ids,
     guided_decodings,
+    output_token_limit,
     set_default_model,
-    token_limit,
 )
 from engine.http.middleware import (
     as_baton_error,
@@ -70,7 +70,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         stats.mark_failed(error)
         return error_response(error)
     except BaseException as error:
-        if call is None:  # the client disconnected before the engine had the request
+        if call is None:  # for example, the client has disconnected
             _release_referenced_kv(api, members)
         stats.mark_failed(error)
         raise
@@ -200,7 +200,8 @@ async def _prepare(
     prompts = await api.text_encoder.tokenize(parsed, num_bytes, max_model_len)
     default_limit = api.generation_config.max_new_tokens
     limits = [
-        token_limit(parsed, len(ids), max_model_len, default_limit) for ids in prompts
+        output_token_limit(parsed, len(ids), max_model_len, default_limit)
+        for ids in prompts
     ]
     # The prompts are known to fit the context, so checking their ids on the event loop
     # does not take long.

@@ -130,7 +130,7 @@ def context_length_error(
     )
 
 
-def token_limit(
+def output_token_limit(
     parsed: GenerationRequest,
     num_prompt_tokens: int,
     max_model_len: int,

@@ -33,7 +33,7 @@ BODIES: Final[dict[str, type["Strict"]]] = {}  # classes of request bodies, by e
 class Strict(BaseModel):
     """A JSON object that is validated strictly.
 
-    Unknown members and NaN are errors, and no value is converted to another type. A
+    Unknown members and NaN are errors, and a value of another type is never coerced. A
     null member counts as absent, unless `keeps_null` names it. A subclass may allow
     unknown members by its `model_config`.
 

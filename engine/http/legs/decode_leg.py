@@ -71,7 +71,7 @@ class DecodeLeg(ServerHooks):
         seed: int | None,
         vocab_size: int,
     ) -> AddRequest:
-        """Return `add` with the reference, or with the reason why it cannot be used.
+        """Return `add` with the reference, or with the reason not to use the reference.
 
         Args:
             sender_releases: whether the sender of the request ends the lease itself.
@@ -164,7 +164,7 @@ def _check_reference(
 
 
 def _check_logprobs(reference: KVTransferParams, num_top: int | None) -> None:
-    """Check that a reference has `num_top` logprobs for each token of the prompt.
+    """Check that a reference has `num_top` top logprobs for each token of the prompt.
 
     `num_top` is None if the request needs no logprobs of the prompt.
     """

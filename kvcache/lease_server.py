@@ -263,7 +263,7 @@ class LeaseServer:
     def _serve(self, wire: Wire) -> None:
         """Reads once and answers the messages, under the lock.
 
-        One read has only a few messages: the engine and all other peers wait meanwhile.
+        A read is bounded, because the engine and all peers wait for the lock.
         """
         with self._lock:
             if wire in self._wires:  # an earlier call may have dropped the connection

@@ -441,7 +441,7 @@ class Borrower(KVConnector):
 
     def stats(self) -> dict[str, float]:
         values = self._counters.values()
-        for outcome, count in self._coordinator.handshakes().items():
+        for outcome, count in self._coordinator.handshake_counts().items():
             values[stat_key("baton_handshakes", outcome=outcome)] = float(count)
         return values
 

@@ -155,7 +155,7 @@ class FakeCoordinator:
         del self._events[:count]
         return events
 
-    def handshakes(self) -> dict[str, int]:
+    def handshake_counts(self) -> dict[str, int]:
         return {}
 
     def close(self) -> None:

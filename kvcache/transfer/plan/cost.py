@@ -31,7 +31,7 @@ class CostModel:
         per_descriptor_s: seconds that each contiguous run (descriptor) of a READ takes
             in addition to the time for its bytes.
         bytes_per_s: speed of READs, not counting the cost of the descriptors.
-        reformat_bytes_per_s: speed of copying ("placing") from staging memory into the
+        place_bytes_per_s: speed of copying ("placing") from staging memory into the
             pool.
         overlaps: a chunk can be read while the previous chunk is placed; False if READs
             are CPU copies.
@@ -39,16 +39,16 @@ class CostModel:
 
     per_descriptor_s: float
     bytes_per_s: float
-    reformat_bytes_per_s: float
+    place_bytes_per_s: float
     overlaps: bool = True
 
     def __str__(self) -> str:
         per_descriptor_us = self.per_descriptor_s * 1e6
         read_gb_per_s = self.bytes_per_s / 1e9
-        place_gb_per_s = self.reformat_bytes_per_s / 1e9
+        place_gb_per_s = self.place_bytes_per_s / 1e9
         return (
             f"{per_descriptor_us:.2f} us per descriptor, {read_gb_per_s:.2f} GB/s, "
-            f"reformat {place_gb_per_s:.2f} GB/s"
+            f"placing {place_gb_per_s:.2f} GB/s"
         )
 
     @classmethod
@@ -65,7 +65,7 @@ class CostModel:
         return cls(
             per_descriptor_s=per_descriptor_us * 1e-6,
             bytes_per_s=read_gb_per_s * 1e9,
-            reformat_bytes_per_s=place_gb_per_s * 1e9,
+            place_bytes_per_s=place_gb_per_s * 1e9,
             overlaps=DEFAULT_COSTS[device].overlaps,
         )
 
@@ -212,12 +212,12 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
     )
     bytes_per_s = 1 / max(per_byte / determinant, 1e-13)
     reads_are_copies = long.ended_at_once and short.ended_at_once
-    place_bytes_per_s = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].reformat_bytes_per_s
+    place_bytes_per_s = DEFAULT_COSTS["cuda" if on_gpu else "cpu"].place_bytes_per_s
     if reads_are_copies:
         place_bytes_per_s = min(place_bytes_per_s, bytes_per_s)
     return CostModel(
         per_descriptor_s=max(per_descriptor / determinant, 1e-8),
         bytes_per_s=bytes_per_s,
-        reformat_bytes_per_s=place_bytes_per_s,
+        place_bytes_per_s=place_bytes_per_s,
         overlaps=not reads_are_copies,
     )

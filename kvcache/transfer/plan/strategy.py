@@ -195,7 +195,7 @@ def _estimate(
     num_runs = count_descriptors(step.read_copies())
     seconds = costs.staged_s(
         read_s=costs.read_s(num_runs, step.bytes_read),
-        place_s=transfer.useful_bytes / costs.reformat_bytes_per_s,
+        place_s=transfer.useful_bytes / costs.place_bytes_per_s,
         num_chunks=num_chunks,
         last_share=(borders[-1] - borders[-2]) / num_blocks,
     )

@@ -235,7 +235,7 @@ class PullCoordinator:
     def counters(self) -> Counter[str]:
         return Counter({**self._counters, "pulls_open": len(self._pulls)})
 
-    def handshakes(self) -> dict[str, int]:
+    def handshake_counts(self) -> dict[str, int]:
         """The number of ended handshakes by outcome: "ok" or the code of the error."""
         return dict(self._peers.outcomes)
 

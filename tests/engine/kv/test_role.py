@@ -308,7 +308,7 @@ def test_request_blocked_on_quarantine_waits_until_the_reads_end_or_the_timeout(
 def test_abort_during_the_handshake_ends_only_the_aborted_request(make_pair, compat):
     pair = make_pair(p_compat=compat)
     aborted = pair.submit(PROMPT, aborted=True)
-    pair.until(lambda: any(pair.coordinator.handshakes().values()))
+    pair.until(lambda: any(pair.coordinator.handshake_counts().values()))
     name = pair.submit(PROMPT)
     assert pair.answer(name) == expected_output(PROMPT, 6)
     assert pair.d.kv(name)[0] == (len(PROMPT) if compat is COMPAT else 0)

@@ -55,7 +55,7 @@ def test_fit_recovers_the_constants_that_made_the_samples(
     costs = fit_costs(*samples, on_gpu=kind == "cuda")
     assert costs.per_descriptor_s == pytest.approx(per_descriptor, rel=0.01)
     assert costs.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
-    assert costs.reformat_bytes_per_s == DEFAULT_COSTS[kind].reformat_bytes_per_s
+    assert costs.place_bytes_per_s == DEFAULT_COSTS[kind].place_bytes_per_s
 
 
 def test_noise_never_makes_a_constant_negative():

@@ -104,7 +104,7 @@ def test_costs_are_measured_and_logged_once_and_used_for_plans(
     pulled(decode, prefill, "b", BLOCK_TABLE)
     assert costs_of_plans == [costs] * 2
     lines = [r.message for r in caplog.records if "us per descriptor" in r.message]
-    assert len(lines) == 1 and "prefill server P" in lines[0] and "reformat" in lines[0]
+    assert len(lines) == 1 and "prefill server P" in lines[0] and "placing" in lines[0]
     assert decode.settle() == []
 
 
@@ -118,7 +118,7 @@ def test_configured_costs_are_logged_and_used_without_measuring(
     pulled(decode, prefill, "a", BLOCK_TABLE)
     assert costs_of_plans == [costs] and measured(decode) is None
     assert (
-        "costs of every link: 3.00 us per descriptor, 8.00 GB/s, reformat 7.00 GB/s"
+        "costs of every link: 3.00 us per descriptor, 8.00 GB/s, placing 7.00 GB/s"
         in caplog.text
     )
 

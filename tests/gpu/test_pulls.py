@@ -88,12 +88,12 @@ def check(
     placer.bind_thread()
     memories = [Memory(pool.base_address, pool.flat_bytes) for pool in sources]
     torch.cuda.synchronize()  # the placer uses a separate stream
-    tokens = [
+    handles = [
         placer.launch(copy, memories[copy.owner], transfer.scale_factors)
         for copy in split_into_launches(transfer.copies(), launch_bytes)
     ]
     torch.cuda.synchronize()
-    assert all(map(placer.finished, tokens))
+    assert all(map(placer.finished, handles))
     assert torch.equal(target.flat_bytes.cpu(), expected_bytes)
 
 

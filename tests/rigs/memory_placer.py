@@ -143,5 +143,5 @@ class MemoryPlacer(Placer):
         assert source.bytes is not None
         place_units(copy, source.bytes, self._pool.tensor, scale_factors)
 
-    def finished(self, token: Any) -> bool:
+    def finished(self, handle: Any) -> bool:
         return not self.stalled

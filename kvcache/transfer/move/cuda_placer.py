@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # largest size of a unit: the largest word that a GPU thread moves
 NUM_PARAMETERS = 3 + 4 * 6  # length of Units.parameters without scale factors
-MAX_UNITS = (1 << 31) - 1  # of one launch, because the kernel numbers units with int32
+MAX_UNITS = (1 << 31) - 1  # bound for one launch: the kernel numbers units with int32
 # Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
 # other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48

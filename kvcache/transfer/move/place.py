@@ -75,7 +75,7 @@ class Placer:
         """Begins to copy all pieces of a copy into the pool.
 
         Returns:
-            A token with which `finished` checks this launch.
+            A handle with which `finished` checks this launch.
         """
         if self._stream is None:
             self._place(copy, source, scale_factors)
@@ -91,23 +91,26 @@ class Placer:
                 raise
         return event
 
-    def finished(self, token: Any) -> bool:
-        """True if the launch of a token has ended. Never blocks.
+    def finished(self, handle: Any) -> bool:
+        """True if a launch has ended. Never blocks.
 
         Raises the launch's error if the launch has failed.
-        """
-        return token is None or bool(token.query())
 
-    def retire(self, tokens: deque[Any]) -> None:
-        """Removes launches that have ended from the front of a queue.
+        Args:
+            handle: the result of `launch`.
+        """
+        return handle is None or bool(handle.query())
+
+    def retire(self, handles: deque[Any]) -> None:
+        """Removes launches that have ended from the front of a queue of handles.
 
         Stops at the first launch that has not ended. Raises the error of a failed
         launch.
         """
-        while tokens:
-            oldest = tokens.popleft()
+        while handles:
+            oldest = handles.popleft()
             if not self.finished(oldest):
-                tokens.appendleft(oldest)
+                handles.appendleft(oldest)
                 return
 
     def _place(
@@ -198,10 +201,10 @@ class StagingBuffer:
             self.base_address + start, self._memory[start : start + slot_bytes]
         )
         for copy in step.copies:
-            token = self._placer.launch(copy, memory, step.transfer.scale_factors)
+            handle = self._placer.launch(copy, memory, step.transfer.scale_factors)
             # Each launch is registered at once. If a later launch raises, `is_free`
             # still waits for this one.
-            self._launches[slot].append(token)
+            self._launches[slot].append(handle)
 
 
 def split_into_launches(

@@ -25,12 +25,12 @@ class GatedMapper(Placer):
     launched: threading.Event
 
     def launch(self, *args: Any) -> Any:
-        token = super().launch(*args)
+        handle = super().launch(*args)
         self.launched.set()
-        return token
+        return handle
 
-    def finished(self, token: Any) -> bool:
-        return self.gate.is_set() and super().finished(token)
+    def finished(self, handle: Any) -> bool:
+        return self.gate.is_set() and super().finished(handle)
 
 
 class Gate:

@@ -17,8 +17,8 @@ from hmac import compare_digest
 TOKEN_BYTES = 16
 _NAME = "baton-kv"
 _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK | F_SEAL_GROW
-# The commands F_ADD_SEALS and F_GET_SEALS of fcntl. Builds of Python with old C headers
-# lack the constants.
+# The commands F_ADD_SEALS and F_GET_SEALS of fcntl. Python's module fcntl lacks them if
+# it was built with old C headers.
 _ADD_SEALS = 1033
 _GET_SEALS = 1034
 

@@ -367,7 +367,7 @@ class TransferWorker:
                 )
 
     def _report_complete(self, job: TransferJob) -> None:
-        """Reports a complete job; first computes a digest if the pull requires one."""
+        """Reports a complete job, or begins the digest that the report must contain."""
         fields: dict[str, Any] = {
             "nbytes": job.nbytes,
             "num_descriptors": job.num_descriptors,

@@ -289,8 +289,8 @@ class Borrower(KVConnector):
             self._give_up_waiting_pull(sequence, error)
 
     def _break_deadlock(self) -> None:
-        """Gives up one waiting pull if this engine and another engine wait for each
-        other."""
+        """Gives up one waiting pull if the scheduler has been deadlocked for too long:
+        this engine and another one may wait for each other."""
         victim = self._deadlock.find_victim(self.core.scheduler)
         if victim is not None:
             error = PullCircuitOpen(self._deadlock.explanation())

@@ -1,7 +1,7 @@
 """The servers behind the proxy, and the health of each. Does no I/O.
 
-A server is a member as long as one source names it: the command line, a file, a DNS
-name, its own registration, an operator. A leaving server receives no new requests and
+A server is a member as long as a source names it: the command line, a file, a DNS
+name, its own registration, or an operator. A leaving server gets no new requests and
 is removed when its in-flight requests have finished. A drained server also receives
 none, but stays a member.
 """

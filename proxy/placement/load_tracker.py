@@ -1,7 +1,8 @@
 """Estimates the load of the servers from this proxy's requests and their answers.
 
-No server is queried for its load, and several proxies share no estimates. The requests
-of other proxies lengthen the times that this proxy measures. This module does no I/O.
+Servers report their speed and KV capacity, but not their queues. Several proxies share
+no estimates: the requests of other proxies lengthen the times that this proxy measures.
+This module does no I/O.
 """
 
 import time

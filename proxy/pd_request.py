@@ -218,7 +218,7 @@ class PDRequest(RequestLegs):
                 if self.reply.meter is not None:
                     self.reply.meter.reset()
         if loss.params is not None:
-            self.upstreams.give_back(loss.server, self.headers, loss.params)
+            self.upstreams.release_kv(loss.server, self.headers, loss.params)
         if loss.event is None or not loss.has_begun:
             raise loss.error
         await self.reply.break_off(loss.event)
@@ -308,7 +308,7 @@ class PDRequest(RequestLegs):
         if readers.ready(Kind.DECODE):
             return _PrefilledDecode(leg.server, params, readers)
         # No server that can read the KV is ready any more.
-        self.upstreams.give_back(leg.server, self.headers, params)
+        self.upstreams.release_kv(leg.server, self.headers, params)
         return DecodeOnly(DecodeOnlyReason.INCOMPATIBLE)
 
     # prefill leg
@@ -341,7 +341,7 @@ class PDRequest(RequestLegs):
     def _release_prefill(self, lender: Server | None) -> None:
         if lender is not None:
             params = {"do_remote_decode": True, "transfer_id": self._transfer_id}
-            self.upstreams.give_back(lender, self.headers, params, _RELEASE_DELAY_S)
+            self.upstreams.release_kv(lender, self.headers, params, _RELEASE_DELAY_S)
 
     async def _prefill(self, early: EarlyDecode) -> Leg | DecodeOnly:
         """Return a prefill server's answer, or why there is none."""
@@ -456,7 +456,7 @@ class PDRequest(RequestLegs):
             raise
         finally:
             if not self.reply.has_succeeded:
-                self.upstreams.give_back(
+                self.upstreams.release_kv(
                     prefilled.lender, self.headers, prefilled.params, delay_s
                 )
 

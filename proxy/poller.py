@@ -20,7 +20,14 @@ from proxy.health import HealthReport, RequestLimits, SideChannel, pause_s
 from proxy.membership import Fleet, Kind, Server
 from proxy.placement.load_tracker import LoadTracker
 from proxy.placement.speed import StepTotals
-from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable, within
+from proxy.upstream import (
+    HttpUpstream,
+    Lost,
+    OutOfSockets,
+    TimedOut,
+    Unreachable,
+    within,
+)
 
 logger = get_logger(__name__)
 
@@ -95,7 +102,7 @@ class Poller:
             self.fleet.polled(server, report, started_at)
         except (TimeoutError, TimedOut):
             self.fleet.silent(server, f"no answer within {timeout_s:g} s")
-        except Exhausted:
+        except OutOfSockets:
             logger.warning(
                 "no descriptors or ports are left for the health check of %s; raise "
                 "the limit of open files (ulimit -n), or lower --max-in-flight",

@@ -21,9 +21,9 @@ from protocol.resume import HEADER as FRAMES_HEADER
 from proxy.upstream import (
     Failure,
     Headers,
+    IncompleteStream,
     Lost,
     Response,
-    Unended,
     UpstreamError,
 )
 
@@ -361,7 +361,7 @@ class Reply:
             if rest := events.rest():
                 await self._send_body(rest, more=True)
         if not events.has_ended:
-            raise Unended("it ended the stream before its last event")
+            raise IncompleteStream("it ended the stream before its last event")
         self.is_broken = events.has_failed
         await self.end()
 

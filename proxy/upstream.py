@@ -78,7 +78,7 @@ class Unreachable(UpstreamError):
     client_message = "unreachable"
 
 
-class Exhausted(UpstreamError):
+class OutOfSockets(UpstreamError):
     """The proxy has no descriptors or ports left: nothing was sent.
 
     This is not the server's fault.
@@ -100,7 +100,7 @@ class TimedOut(UpstreamError):
     failure = Failure.TIMEOUT
 
 
-class Unended(UpstreamError):
+class IncompleteStream(UpstreamError):
     """The HTTP body of a stream ended correctly, but its last event is missing."""
 
     failure = Failure.ERROR
@@ -308,7 +308,7 @@ class HttpUpstream:
             path: path and query, sent unchanged.
 
         Raises:
-            Unreachable, Exhausted: nothing was sent.
+            Unreachable, OutOfSockets: nothing was sent.
             Lost, TimedOut: the request was sent, and no valid head arrived.
             InvalidRequest: `path` or `headers` cannot be sent over HTTP.
         """
@@ -416,8 +416,10 @@ def _translated(
         case aiohttp.ConnectionTimeoutError():
             return Unreachable(f"no connection within {connect_timeout_s:g} s")
         case aiohttp.ClientConnectorError():
-            is_exhausted = error.os_error.errno in OUT_OF_RESOURCES
-            return (Exhausted if is_exhausted else Unreachable)(str(error.os_error))
+            is_out_of_sockets = error.os_error.errno in OUT_OF_RESOURCES
+            return (OutOfSockets if is_out_of_sockets else Unreachable)(
+                str(error.os_error)
+            )
         case TimeoutError():
             return TimedOut(f"silent for {read_timeout_s:g} s")
         case aiohttp.ClientResponseError():

@@ -199,7 +199,7 @@ class RequestLegs:
         if loss.params is not None and not self.reply.frame_history:
             # No server can continue with this KV, because the frames that list its
             # tokens are missing.
-            self.upstreams.give_back(server, self.headers, loss.params)
+            self.upstreams.release_kv(server, self.headers, loss.params)
             loss.params = None
         raise loss
 

@@ -34,11 +34,11 @@ from proxy.placement.assignment import Assignment
 from proxy.placement.load_tracker import LoadTracker
 from proxy.relay import RequestTrace
 from proxy.upstream import (
-    Exhausted,
     Failure,
     Headers,
     HttpUpstream,
     Lost,
+    OutOfSockets,
     Response,
     Unreachable,
     UpstreamError,
@@ -257,13 +257,13 @@ class Upstreams:
                 self.load_tracker.on_answer(assignment)
             leg = Leg(server, response, assignment, is_open=response.body is None)
             return leg
-        except (Unreachable, Exhausted):
+        except (Unreachable, OutOfSockets):
             raise
         except BaseException:
             # The server may have answered, and may hold KV for the request.
             if call.transfer_id is not None:
                 params = {"do_remote_decode": True, "transfer_id": call.transfer_id}
-                self.give_back(server, call.headers, params)
+                self.release_kv(server, call.headers, params)
             raise
         finally:
             if leg is None or not leg.is_open:
@@ -384,7 +384,7 @@ class Upstreams:
         elif trips_breaker(failure, status):
             self.fleet.failed(server)
 
-    def give_back(
+    def release_kv(
         self, server: Server, headers: Headers, params: object, after_s: float = 0.0
     ) -> None:
         """Release the KV that a server holds for a request."""

@@ -7,7 +7,7 @@ from proxy.health import LONG_SILENCE, SILENCES, HealthReport, RequestLimits
 from proxy.membership import Fleet, Kind, Server, Watch
 from proxy.placement.load_tracker import LoadTracker
 from proxy.poller import Poller, _parse_ready
-from proxy.upstream import Exhausted, Response, TimedOut, UpstreamError
+from proxy.upstream import OutOfSockets, Response, TimedOut, UpstreamError
 from tests.proxy.fakes import until
 
 DECODE = {Kind.DECODE: ["http://d1"]}
@@ -40,7 +40,7 @@ async def watch(fleet: Fleet, upstream: Failing, num_polls: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_silence"), [(TimedOut("1 s"), True), (Exhausted("24"), False)]
+    ("error", "is_silence"), [(TimedOut("1 s"), True), (OutOfSockets("24"), False)]
 )
 async def test_check_that_could_not_be_sent_does_not_count_as_silence(
     error, is_silence

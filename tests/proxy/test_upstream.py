@@ -16,7 +16,7 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from proxy import upstream
-from proxy.upstream import Exhausted, HttpUpstream, Lost, TimedOut, Unreachable
+from proxy.upstream import HttpUpstream, Lost, OutOfSockets, TimedOut, Unreachable
 from tests.engine.test_tls import make_certificate
 from tests.proxy.scripted import OK, Reader, Script, Writer, serving, until_closed
 
@@ -221,7 +221,7 @@ async def test_lack_of_descriptors_is_not_a_failure_of_the_server():
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
         try:
-            with pytest.raises(Exhausted):
+            with pytest.raises(OutOfSockets):
                 await client.send(script.url, "GET", "/")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)

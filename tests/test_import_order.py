@@ -140,7 +140,7 @@ def wrapper_violations(imports: list[Import]) -> list[Import]:
 
 
 def module_graph(imports: list[Import], modules: set[str]) -> dict[str, set[str]]:
-    """Return, for each of `modules`, which other ones of `modules` it imports."""
+    """Return the imports among `modules`: the modules that each of them imports."""
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for imported in imports:
         importer = (

@@ -68,7 +68,7 @@ def test_closed_standard_streams_change_nothing_for_children(closed):
     """If a standard stream is closed, `baton` opens it.
 
     Otherwise the pipes to a child process would get the numbers of closed streams, and
-    the child would replace the pipes by its own streams.
+    the child would replace the pipes with its own streams.
     """
     program = (
         "import sys; from deploy import cli; from protocol.process import lifecycle;"

@@ -194,7 +194,7 @@ def test_absurd_size_in_config_json_is_refused_on_any_device(device):
         check_weights(_config_with(load_format="dummy", device=device), model)
 
 
-def test_weights_in_files_take_memory_only_if_they_cannot_be_mapped():
+def test_weights_in_files_take_memory_only_if_they_are_packed_or_converted():
     folder = ensure_model("gqa")
     model = load_config(folder)
     mapped = _config_with(model_dir=str(folder), pack_weights=False)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.rigs.http_server import serving_4k, with_template
 
-# Writes the content like the templates of released models.
+# Writes whether the content is absent, null or empty. Otherwise writes the content.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:
 {%- if 'content' not in m %}absent{% elif m.content is none %}null
 {%- elif m.content == '' %}empty{% else %}{{ m.content }}{% endif %}

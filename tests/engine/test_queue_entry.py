@@ -450,7 +450,7 @@ async def test_waiting_trials_do_not_delay_requests_without_a_schema(
         ]
         await until_in_progress(server, 4)
         answer = await server.post(structured_outputs=slow_schema(9))
-        # Wait until the four are in the trial queue.
+        # Wait until one of the four is tried and the other three fill the trial queue.
         while answer.status_code != 429:
             answer = await server.post(structured_outputs=slow_schema(9))
         error = answer.json()["error"]

@@ -124,7 +124,7 @@ async def _serve(
     return await server._serve(port, serving)
 
 
-async def test_engine_that_ends_during_the_shutdown_is_no_failure(tokenizer):
+async def test_engine_that_ends_during_the_shutdown_is_not_a_failure(tokenizer):
     engine = _EndingEngine()
     async with _make_server(engine) as (server, listener):
         server.stop_requested.set_result(None)

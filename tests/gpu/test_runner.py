@@ -116,7 +116,7 @@ def step_at(
     return step_of(parts if index else PROMPTS, context_lens, sampling, **members)
 
 
-# Placeholders for the tokens that the previous step samples, which is still in flight.
+# Placeholders for tokens that the previous step samples. That step is still in flight.
 SAMPLED_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]
 
 

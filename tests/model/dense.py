@@ -105,7 +105,7 @@ def greedy(
 ) -> list[int]:
     """Generates greedily with `model` and the torch backend.
 
-    The prompt is computed in chunks of `chunk` tokens.
+    The prompt is computed in chunks of `chunk` tokens, or at once if `chunk` is None.
     """
     ids = list(prompt)
     attention = paged(model, len(prompt) + num_tokens)

@@ -67,7 +67,7 @@ async def test_decode_server_may_answer_before_the_prefill_server():
     p = Waits(prefills)
 
     async def reads(call: Call) -> None:
-        await p.begun.wait()  # there is no KV to pull before that
+        await p.begun.wait()  # there is no KV to pull before the prefill begins
         await decodes(call)
 
     async with early_rig([fake(p, "P")], [fake(reads)]) as rig:

@@ -166,7 +166,9 @@ def test_prefill_counts_twice_on_a_server_with_other_prompts(num_prompts, prefil
 
 
 def test_idle_prefill_server_copies_no_prefix_of_another_prefill_server():
-    """Waiting takes 8 ms longer than computing the prompt on the idle server."""
+    """The prompt waits for the server with its prefix, although the wait takes 8 ms
+    longer than computing the prompt on the idle server.
+    """
     idle = ServerLoad(0)
     cached = ServerLoad(1, num_prompts=1, free_at=0.2)
     profile = RequestProfile(8192)

@@ -36,8 +36,8 @@ PHONE_OPTIONS = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dar
 
 @asynccontextmanager
 async def opened(rig: Rig, **options: Any) -> AsyncIterator[Any]:
-    """Yield the page of the rig's proxy. Check that it has logged nothing to the
-    console.
+    """Yield the page of the rig's proxy. Check that the page has logged nothing to the
+    console except failed requests.
     """
     messages: list[str] = []
     async with playwright.async_playwright() as driver:

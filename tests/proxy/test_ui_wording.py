@@ -98,7 +98,7 @@ async def test_page_of_a_proxy_without_keys_mentions_no_keys():
 
 
 @pytest.mark.parametrize("key", ["an operator's", "a client's"])
-async def test_page_of_a_proxy_with_keys_takes_one_and_commands_send_it(key):
+async def test_page_of_a_proxy_with_keys_takes_a_key_and_its_commands_send_one(key):
     async with Rig(api_key=("a client's",), admin_key=("an operator's",)) as rig:
         async with opened(rig) as page:
             await page.fill("#key-input", key)

@@ -97,8 +97,8 @@ def start(
     """Start `python -m module argv` and wait until it reports that it is ready.
 
     Args:
-        wrapper: a command that runs the command after it, such as `unshare`; it then
-            runs the program.
+        wrapper: a command such as `unshare`, which gets the program's command line as
+            its last arguments and runs it.
 
     Raises:
         AssertionError: the program ended or was not ready in time.

@@ -201,8 +201,8 @@ def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarr
 
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
-    """Return the tokens after the rank's last token, up to the nearer end of the last
-    token's block on P and of that on D.
+    """Return the tokens after the rank's last token that are in the same block as the
+    last token on both P and D.
     """
     stored = case.d.stored_tokens(d_rank, np.arange(case.stop))
     block_sizes = (case.p.block_size, case.d.block_size)

@@ -330,7 +330,9 @@ class WindowedExecutor(ShadowExecutor):
         return block, offset
 
     def visible(self, step: StepInput, row: int, stop: int, end: int) -> list[int]:
-        """Return the slots before `stop` in the windows that end at `end`, by group."""
+        """Return the contents of the slots before `stop` in the windows that end at
+        `end`, one group after the other.
+        """
         firsts = [
             max(0, end - window) if window else 0 for window in self.groups.windows
         ]

@@ -47,8 +47,8 @@ class Gate:
         return mapper
 
     def pull_until_copied(self, prefill: Any, decode: Decode) -> RemotePrefill:
-        """Starts a pull and waits until all its bytes are copied. The gate keeps it
-        unfinished.
+        """Starts a pull and waits until all its bytes are copied. The gate keeps the
+        pull unfinished.
         """
         remote: RemotePrefill = prefill.lease([5], 8)
         decode.coordinator.pull("a", remote, 0, 8, [3])

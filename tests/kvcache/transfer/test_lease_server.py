@@ -485,7 +485,7 @@ def test_error_names_the_port_in_use(server):
         LeaseServer("127.0.0.1", server.address[1], metadata(), SECRET)
 
 
-def test_names_and_ipv6_addresses_can_be_bound(clock):
+def test_host_names_and_ipv6_addresses_can_be_bound(clock):
     for host in ("localhost", "::1"):
         try:
             server = LeaseServer(host, 0, metadata(), SECRET, clock)

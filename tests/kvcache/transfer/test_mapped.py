@@ -141,12 +141,10 @@ def without_offer(metadata: EngineMetadata) -> EngineMetadata:
 def test_error_says_why_a_peer_cannot_be_mapped(rig, changes, reason):
     prefill = rig(Prefill)
     rank = prefill.metadata.ranks[0]
-    log_text = (
+    record = (
         {**rank.extra[EXTRA_KEY], **changes} if isinstance(changes, dict) else changes
     )
-    rank = msgspec.structs.replace(
-        rank, extra={EXTRA_KEY: log_text} if log_text else {}
-    )
+    rank = msgspec.structs.replace(rank, extra={EXTRA_KEY: record} if record else {})
     with pytest.raises(NotMappable, match=reason):
         Placer(prefill.pools[0]).open(rank)
 

@@ -137,6 +137,6 @@ def test_source_may_start_at_any_multiple_of_its_elements(lead):
         (endpoint("LBCNHD", 16, 8), endpoint("BHLCND", 16, 9), 128, [*range(8)], 1),
     ],
 )
-def test_evenly_spaced_pieces_take_one_view(p, d, tokens, blocks, views):
+def test_evenly_spaced_pieces_share_a_view(p, d, tokens, blocks, views):
     copies = transfer_of(p, d, tokens, blocks).copies()
     assert sum(len(list(_equally_spaced(copy))) for copy in copies) == views

@@ -39,10 +39,10 @@ class SmallLaunches(Placer):
 
 
 def check_pulls(
-    prefill: Prefill, decode: Decode, token_ranges: list[tuple[int, int]], path: str
+    prefill: Prefill, decode: Decode, token_ranges: list[tuple[int, int]], paths: str
 ) -> None:
-    """Pulls token ranges, one after the other, and checks every byte. `path` lists the
-    allowed paths.
+    """Pulls token ranges, one after the other, and checks every byte. `paths` has the
+    names of the allowed paths, separated by spaces.
     """
     sizes = [side.layouts[0].block_size for side in (prefill, decode)]
     for start, stop in token_ranges:
@@ -50,7 +50,7 @@ def check_pulls(
         blocks = table(stop, sizes[1] * decode.dcp, 9)
         decode.fill(-1.0)
         done = decode.pull(f"{start}-{stop}", remote, start, stop, blocks)
-        assert done.path in path.split(), done
+        assert done.path in paths.split(), done
         assert decode.is_only_written_at(blocks, start, stop)
         layout = decode.layouts[0]
         copies = max(decode.tp // decode.dcp // decode.heads, 1)

@@ -44,7 +44,7 @@ def test_pulls_share_one_small_buffer_and_none_fails(rig, make_agent, tp, count)
     ("p_tp", "d_tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1)]
 )
 @pytest.mark.parametrize("make_agent", [MemoryAgent, nixl_agent])
-def test_every_rank_gets_its_heads_and_half_a_block_is_one_descriptor(
+def test_every_rank_gets_its_heads_and_a_partial_block_is_one_descriptor(
     rig, make_agent, p_tp, d_tp
 ):
     prefill = rig(Prefill, make_agent, tp=p_tp)

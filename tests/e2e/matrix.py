@@ -135,7 +135,7 @@ class Farm:
         return [self.lent.get(key) or self._started[key] for key in keys]
 
     def _stop_unused(self, missing: Sequence[Key], keep: Sequence[Key]) -> None:
-        """Stop servers until the missing ones fit, but none in `keep`."""
+        """Stop servers until the `missing` ones fit. Servers in `keep` are not stopped."""
         missing_ranks = sum(key.geometry.tp for key in missing)
         for key in [key for key in self._started if key not in keep]:
             running_ranks = sum(started.geometry.tp for started in self._started)

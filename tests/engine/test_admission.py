@@ -177,7 +177,7 @@ def test_accounting_adds_up_in_any_order_of_events(actions):
 
 
 class Gate:
-    """A script for an engine that answers no request before the test sets `open`."""
+    """A script of an engine. It answers no request before the test sets `open`."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()

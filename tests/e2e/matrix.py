@@ -69,7 +69,8 @@ def model_dir(name: str) -> Path:
     """Return the directory of a trained model.
 
     This is a model in the folder of shared models if there is one. Otherwise it is a
-    similar test model, which is trained on first use.
+    similar test model, which is trained on first use. Without either, the test is
+    skipped.
     """
     shared, kind = {
         "gqa4": ("llama-gqa-3.7m", "gqa"),
@@ -135,7 +136,7 @@ class Farm:
         return [self.lent.get(key) or self._started[key] for key in keys]
 
     def _stop_unused(self, missing: Sequence[Key], keep: Sequence[Key]) -> None:
-        """Stop servers until the `missing` ones fit. Servers in `keep` are not stopped."""
+        """Stop servers until the `missing` ones fit. Servers in `keep` stay."""
         missing_ranks = sum(key.geometry.tp for key in missing)
         for key in [key for key in self._started if key not in keep]:
             running_ranks = sum(started.geometry.tp for started in self._started)

@@ -159,9 +159,9 @@ def test_late_kernels_and_modules_are_counted():
 
 
 def _make_model(kind: str, folder: Path) -> Path:
-    """Saves a model with random weights, and with heads that the kernels support.
+    """Saves the config of a model, which has heads that the kernels support.
 
-    The tokenizer is that of the trained models.
+    The tokenizer is that of the trained models. Servers must use dummy weights.
     """
     architecture, shape = KINDS[kind]
     trained = model_dir("gqa4")

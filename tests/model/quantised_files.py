@@ -232,7 +232,7 @@ def rewrite(
 def save_plain(
     folder: Path, exact: dict[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Replaces a checkpoint by an unquantised one with the weights `exact`."""
+    """Replaces a checkpoint with an unquantised one that has the weights `exact`."""
     raw = json.loads((folder / "config.json").read_text())
     raw.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(raw))

@@ -330,9 +330,7 @@ class WindowedExecutor(ShadowExecutor):
         return block, offset
 
     def visible(self, step: StepInput, row: int, stop: int, end: int) -> list[int]:
-        """Return the contents of the slots before `stop` in the windows that end at
-        `end`, one group after the other.
-        """
+        """Return slot contents before `stop` in windows that end at `end`, by group."""
         firsts = [
             max(0, end - window) if window else 0 for window in self.groups.windows
         ]

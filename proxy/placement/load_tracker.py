@@ -260,11 +260,13 @@ class LoadTracker:
             index: the server's ServerLoad.index.
             depth: number of leading blocks that are computed or pending.
         """
-        last = min(int(depth), len(profile.hashes))
-        if not last or (profile.hashes[last - 1], index) not in self._pending_blocks:
+        num_hashed = min(int(depth), len(profile.hashes))
+        if not num_hashed:
+            return depth
+        if (profile.hashes[num_hashed - 1], index) not in self._pending_blocks:
             return depth
         return bisect_left(
-            range(last),
+            range(num_hashed),
             True,
             key=lambda n: (profile.hashes[n], index) in self._pending_blocks,
         )

@@ -30,7 +30,7 @@ REQUIRED_FOLDERS = {
 }
 OTHER_FOLDERS = {"protocol", "model", "engine", "benchmarks", "docs"}
 # Text that no line may contain: a pattern for file names and a pattern for the text.
-# The latter are concatenated from parts, so that they do not match themselves.
+# The patterns for text are concatenated from parts, so as not to match themselves.
 FORBIDDEN = {
     "a path of the machine that the line was written on": (
         "",

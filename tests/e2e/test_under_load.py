@@ -163,7 +163,7 @@ class _TokenTime(NamedTuple):
 
 
 def _token_times(hosts: Hosts, url: str, prompt: list[int]) -> list[_TokenTime]:
-    """Return the arrival of the first two tokens."""
+    """Return the arrivals of the first two tokens."""
     stream = Stream(url, prompt, 2)
     times: list[_TokenTime] = []
     while len(times) < 2:

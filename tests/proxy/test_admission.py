@@ -312,7 +312,7 @@ async def test_client_that_does_not_read_slows_its_server_down():
         while before < sent or not sent:
             before = sent
             await asyncio.sleep(0.5)
-        # The buffers of five sockets are smaller than this, even at the system's
+        # The buffers of five sockets are smaller than 64 MiB, even at the system's
         # maximum size.
         assert sent < 64 << 20
         is_over = True

@@ -198,9 +198,9 @@ def test_launches_cover_all_pieces_and_are_bounded():
     p = Side(1, "BHLCND", 4, tuple(range(10)), 10)
     case = Case(p, p, heads=2, layers=1, components=2, head_dim=4, start=0, stop=38)
     half, whole = case.transfer(0).copies()
-    assert (half.tokens, whole.piece_bytes) == (2, 4 * 2 * 2 * 4 * 4)
+    assert (half.num_tokens, whole.piece_bytes) == (2, 4 * 2 * 2 * 4 * 4)
     parts = list(split_into_launches([half, whole], 3 * whole.piece_bytes + 1))
-    assert [(part.tokens, len(part.sources)) for part in parts] == [
+    assert [(part.num_tokens, len(part.sources)) for part in parts] == [
         (2, 1),
         (4, 3),
         (4, 3),

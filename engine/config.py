@@ -77,8 +77,9 @@ class EngineConfig(KVOptions, ModelOptions):
         return StepTarget(seconds, only_in_pair=self.device != "cpu")
 
     @property
-    def _longest_step_s(self) -> float:
-        """The duration that a proxy should expect of steps that decode."""
+    def _published_itl_target_s(self) -> float:
+        """The ITL target that GET /ready reports; _UNLIMITED_STEP_S if steps have no
+        target."""
         target = self.step_target
         return _UNLIMITED_STEP_S if target is None else target.seconds
 
@@ -96,7 +97,7 @@ class EngineConfig(KVOptions, ModelOptions):
             "attention_backend": resolve_backend_name(
                 self.attention_backend, self.device
             ),
-            "itl_target_s": self._longest_step_s,
+            "itl_target_s": self._published_itl_target_s,
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,

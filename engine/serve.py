@@ -44,7 +44,8 @@ _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's sta
 # Longest wait for a failed engine's processes to exit, because clients and logs get
 # the exit status as the reason.
 _ENDING_TIMEOUT_S = 5.0
-_KILLED_STATUS = 130  # exit status after a signal during the shutdown, as `baton up`
+# Exit status if a signal arrives during the shutdown; `baton up` uses the same status.
+_KILLED_STATUS = 130
 RANK_MODULE = "engine.worker.worker"  # run by each rank process
 # Name of the thread that finds, downloads or converts the model.
 _RESOLVER_THREAD = "resolve-model"

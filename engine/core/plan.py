@@ -29,8 +29,8 @@ class Scheduled:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether these count as prompt tokens, as do outputs that are computed again
-        after a preemption. If not, this is the one token of a sequence that decodes."""
+        """Whether the tokens are prompt tokens, or outputs that are recomputed after a
+        preemption. Otherwise, a decoding sequence computes its one token."""
         return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
 
     @property

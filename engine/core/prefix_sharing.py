@@ -56,8 +56,8 @@ class PrefixSharing:
     def should_wait(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a sequence should wait, because a running sequence computes a large
         part of the tokens that both need. The waiting sequence finds that part in the
-        prefix index later. Stores the running sequence and the number of shared tokens
-        in `sequence.awaited_prefix`."""
+        prefix index later. Stores the running sequence and the end of the shared prefix
+        (a token index) in `sequence.awaited_prefix`."""
         if self._prefix is None or sequence.pull is not None or sequence.is_scoring:
             return False
         if sequence.awaited_prefix is not None:

@@ -70,9 +70,10 @@ class Sequence:
 
     request: AddRequest
     choice: int  # index of the choice
-    token_ids: list[int]  # prompt and outputs; only outputs until a child has forked
+    token_ids: list[int]  # prompt and outputs; only outputs in an unforked child
     num_prompt_tokens: int
-    # Index in `token_ids` at which the outputs begin: 0 until a child has forked.
+    # Index in `token_ids` at which the outputs begin: 0 in a child that has not forked
+    # yet.
     first_output: int
     sampling: SamplingState
     accounting: PromptAccounting
@@ -96,11 +97,12 @@ class Sequence:
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     times: PhaseTimes = field(default_factory=PhaseTimes)
     queued_s: float = 0.0  # monotonic time at which the sequence last began to wait
-    # How often later requests have overtaken this sequence in the queue. A single
-    # request may count as several times (core/waiting.py).
+    # How many times later requests have overtaken this sequence in the queue. One
+    # request may add more than 1 (core/waiting.py). MAX_OVERTAKEN also marks a sequence
+    # that no request may overtake.
     num_overtaken: int = 0
     # While this sequence waits for a shared prefix: the sequence that computes the
-    # prefix, and the number of tokens of the prefix.
+    # prefix, and the index of the token after the prefix.
     awaited_prefix: "tuple[Sequence, int] | None" = None
 
     @classmethod

@@ -95,7 +95,7 @@ class StepRunner:
         self._row_allocator = RowAllocator()
         # Measured in the last step of at least _PROPORTIONAL_TOKENS tokens.
         self._seconds_per_token = 0.0
-        self._last_finish_s = 0.0
+        self._last_finish_s = 0.0  # when the last committed step finished
 
     def run(self, scheduled: list[Scheduled]) -> None:
         """Launches a step. If the launch fails, runs its sequences one at a time."""

@@ -7,10 +7,10 @@
 4. Requests of different API keys are served in turn, in equal shares of work.
 5. Otherwise, requests are served in order of arrival.
 
-A request is overtaken at most `MAX_OVERTAKEN` times. A short prompt that overtakes a
-long one counts as several times: MAX_OVERTAKEN x its work / work of the long prompt.
-All short prompts that overtake a long prompt therefore take no more work together than
-the long prompt.
+A request is overtaken at most `MAX_OVERTAKEN` times. A short prompt may add more than 1
+to the count of a long prompt that it overtakes: MAX_OVERTAKEN x its work / work of the
+long prompt. All short prompts that overtake a long prompt therefore take no more work
+together than the long prompt.
 
 A preempted sequence does not follow these rules: the scheduler puts it at the head of
 the queue, and no request overtakes it.

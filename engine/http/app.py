@@ -193,9 +193,10 @@ class _Pages:
         return Response(self._docs_page, media_type="text/html; charset=utf-8")
 
     async def release_kv(self, request: Request) -> Response:
-        """Release the KV of the body's `kv_transfer_params`, which no server will pull.
+        """Release KV that no server will pull.
 
-        The response has the number of messages that were sent to the engine for this.
+        The body's `kv_transfer_params` refer to the KV. The response says how many
+        release or abort messages were sent to the engine.
         """
         members, _ = await read_json(
             request, self._api.settings.max_body_bytes, is_held=False

@@ -330,8 +330,8 @@ class ChoiceStream:
             echoes_prompt=request.wants_echo,
         )
         self._stop_finder = StopFinder(request.stop, keeps_stop=keeps_stop)
-        # Number of characters in the answer so far, including those that a parser holds
-        # back.
+        # The text offset of the next token, for its logprobs. Counts all characters so
+        # far: an echoed prompt, reasoning, and text that is held back.
         self._num_chars = 0
         self._is_first_piece = True
         self._tool_parser = tool_parser

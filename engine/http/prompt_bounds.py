@@ -15,8 +15,8 @@ from protocol.errors import ContextLengthExceeded
 # the context. An item is a message, a part of a message, a tool call or a tool.
 MIN_ITEMS_LIMIT = 1024
 MIN_CHARS_LIMIT = 1 << 22
-# Upper bound of the number of characters that Unicode normalization can compose into
-# one character. Hangul composes three.
+# The most characters that Unicode normalization composes into one character. Some Greek
+# letters, such as U+1F82, consist of four.
 _COMPOSED_CHARS = 4
 _ITEM_FIELDS = ("messages", "input", "tools")  # the fields of a body that have items
 _PART_FIELDS = ("content", "tool_calls")  # the fields of a message that have items

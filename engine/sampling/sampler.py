@@ -59,7 +59,8 @@ class Logprobs(NamedTuple):
     chosen: torch.Tensor  # float32 [S]
     top_ids: torch.Tensor  # int64 [S, k], most likely first
     top: torch.Tensor  # float32 [S, k]
-    ranks: torch.Tensor  # int64 [S], tokens at least as likely as the chosen one
+    # int64 [S], how many tokens are at least as likely as the chosen one.
+    ranks: torch.Tensor
 
     def on_host(self) -> "Logprobs":
         """Returns a copy on the host. A copy from a GPU is complete only once the

@@ -247,9 +247,10 @@ class GrammarChecker:
     async def _start_child(
         self, trial: Trial
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Start a child, and return the connection to it once the child has begun.
+        """Make the trial process fork a child. Return the connection to the child.
 
-        If the trial process was killed or hangs, it is started again.
+        Returns once the child has begun to try grammars. If the trial process was
+        killed or hangs, it is restarted once.
 
         Raises:
             InternalError: the trial process cannot be started.

@@ -125,7 +125,7 @@ class ReasoningParser:
         if not self.is_over and not self.is_inside:
             text = self._read_start(text)
         if not self.is_over and self.is_inside:
-            read = self._read_held if self._held else self._read_reasoning
+            read = self._hold_until_close if self._held else self._read_reasoning
             thought, is_closed, text = read(text)
             reasoning = self._strip(thought)
             if is_closed:
@@ -172,13 +172,13 @@ class ReasoningParser:
         if 0 <= close < call:
             return text[:close], True, text[close + len(CLOSE) :]
         if is_call:
-            thought, is_closed, rest = self._read_held(text[call:])
+            thought, is_closed, rest = self._hold_until_close(text[call:])
             return text[:call] + thought, is_closed, rest
         end = min(call, len(text) - partial_tag_length(text, CLOSE))
         self._tail = text[end:]
         return text[:end], False, ""
 
-    def _read_held(self, text: str) -> tuple[str, bool, str]:
+    def _hold_until_close(self, text: str) -> tuple[str, bool, str]:
         """Hold back text from the beginning of a call on, until </think>.
 
         Returns:

@@ -281,7 +281,7 @@ class CheckedSchema:
         )
 
     def _spread_to_parents(self) -> None:
-        """Add to `needs_exact_rules` the schemas that contain or refer to one in it."""
+        """Add every schema that contains, or refers to, one in `needs_exact_rules`."""
         waiting = list(self.needs_exact_rules)
         while waiting:
             for parent in self._parents.get(waiting.pop(), ()):

@@ -80,7 +80,7 @@ class AnswerReader:
         return text
 
     def release_held(self) -> None:
-        """Turn the text held back into content."""
+        """Append the text that was held back to the content."""
         self.parsed.content += "".join(self.held)
         self.held = []
 

@@ -206,8 +206,9 @@ class AttentionBackend(ABC):
         layers: The attention of each of the pool's layers. Empty: no layer has a
             window, a soft cap or sinks.
 
-    FP8 elements are read as stored. The scale of the keys is multiplied into `scale`,
-    and the scale of the values into the output, so that dequantization costs nothing.
+    For FP8 KV, most kernels read the elements as stored. The keys' scale is multiplied
+    into `scale`, and the values' scale into the output. Some backends first copy blocks
+    to 16 bits.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class AttentionBackend(ABC):
 
     @property
     def num_groups(self) -> int:
-        """Number of KV groups.
+        """Number of KV groups: groups of layers that share blocks (kvcache/groups.py).
 
         A block table has this many blocks for every block_size tokens.
         """
@@ -246,7 +247,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Plans a step; called once, before the step's calls of `forward`."""
+        """Plans a step; called once a step, before `forward` or `forward_latent`."""
 
     def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
         """Allocates buffers for decode steps that run as CUDA graphs.
@@ -281,7 +282,7 @@ class AttentionBackend(ABC):
         return False
 
     def require_lse(self) -> None:
-        """Declares that every call of `forward` will pass `lse`.
+        """Declares that every call of `forward` or `forward_latent` will pass `lse`.
 
         Plans of some backends depend on this, so it is called before the first `plan`.
         """

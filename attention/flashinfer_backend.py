@@ -62,10 +62,11 @@ from kvcache.pool import KVPool
 
 # FlashInfer's name for views [B, H, N, D], which may have any strides.
 _VIEW_ORDER: Final = "HND"
-# A fresh prompt is computed by a launch of its own; see `_plan_fresh`. A single fresh
-# prompt needs _MIN_FRESH_TOKENS. Where a step has several, each needs
-# _MIN_FRESH_TOKENS_EACH: for shorter prompts, one launch for all of them over the pool
-# fills the GPU better.
+# A fresh prompt has no cached context and gets a launch of its own; see `_plan_fresh`.
+# The last prompts of a step are fresh if each has at least _MIN_FRESH_TOKENS_EACH
+# tokens. If the last prompt is shorter, it alone is fresh, from _MIN_FRESH_TOKENS on.
+# All other prompts share one launch over the pool, which fills the GPU better if they
+# are short.
 _MIN_FRESH_TOKENS: Final = 512
 _MIN_FRESH_TOKENS_EACH: Final = 2048
 _MAX_FRESH: Final = 8  # fresh prompts of a step

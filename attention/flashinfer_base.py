@@ -7,7 +7,8 @@ steps can be planned for a CUDA graph (`plan_for_graph`). All data that a captur
 Step n + 1 may be planned while step n runs. On the device, the stream orders the plan's
 copies after step n. On the host, FlashInfer writes each plan to the same pinned memory,
 from which the device copies it. So `planning` waits until the device has copied the
-plan of step n. The device does so when step n - 1 ends, so the wait is short.
+plan of step n. The device copies that plan as soon as step n - 1 ends, so the wait is
+short.
 """
 
 import math

@@ -17,7 +17,7 @@ from kvcache.pool import KVPool
 
 
 class BackendMissing(ValueError):
-    """The package of a backend is not installed; the message says how to install it."""
+    """A backend's package cannot be imported; the message says how to install it."""
 
 
 def create_backend(
@@ -104,5 +104,5 @@ def watch_modules(on_load: Callable[[str], None]) -> None:
     try:
         from attention import flashinfer_jit
     except ImportError:
-        return  # flashinfer is not installed, so no module is ever loaded
+        return  # flashinfer cannot be imported, so no module is ever loaded
     flashinfer_jit.watch_loads(on_load)

@@ -70,7 +70,9 @@ def check_decoding(
         for kind in kinds:
             errors += _decode_errors(caches, dtype, num_q_heads, kind)
         max_error = torch.stack(errors).max().item()  # NaN if any error is NaN
-        return None if max_error < _TOLERANCE else f"deviates by {max_error:.2g}"
+        if max_error < _TOLERANCE:
+            return None
+        return f"has a relative error of {max_error:.2g}"
 
     _run_check("decodes", compare)
 
@@ -94,7 +96,7 @@ def check_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> Non
             block.copy_(torch.randn(block.shape, device=wide.device))
             widen(stored, wide, null_block, count, _SCALES[0], packed=packed)
             num_wrong = (wide[0].float() != block.float() * _SCALES[0]).sum()
-        return f"deviates in {int(num_wrong)} elements" if num_wrong else None
+        return f"computes {int(num_wrong)} wrong elements" if num_wrong else None
 
     _run_check("reads KV of FP8", compare)
 
@@ -104,7 +106,7 @@ def _run_check(action: str, check: Callable[[], str | None]) -> None:
 
     Args:
         action: What the kernel does, for the error message.
-        check: Returns the problem, or None.
+        check: Returns the problem, such as "computes 3 wrong elements", or None.
 
     Raises:
         UnsupportedPool: The check raised an error or returned a problem.
@@ -116,8 +118,8 @@ def _run_check(action: str, check: Callable[[], str | None]) -> None:
         problem = f"raises {type(error).__name__}: {text}"
     if problem is not None:
         raise UnsupportedPool(
-            f"attention_backend flashinfer: the kernel that {action} {problem} on this "
-            "GPU: use --attention-backend torch"
+            "attention_backend flashinfer failed its self-test on this GPU: the kernel "
+            f"that {action} {problem}; use --attention-backend torch"
         )
 
 
@@ -145,7 +147,7 @@ def _check_store(
     num_wrong = torch.zeros((), dtype=torch.int64, device=caches[0].device)
     for rope_norm in cases:
         num_wrong += _count_wrong(caches, scales, dtype, num_q_heads, rope_norm)
-    return f"deviates in {int(num_wrong)} elements" if num_wrong else None
+    return f"computes {int(num_wrong)} wrong elements" if num_wrong else None
 
 
 def _exact_rope_norms(cache: Tensor, dtype: torch.dtype) -> list[RopeNormArgs]:
@@ -258,7 +260,10 @@ def _decode_errors(
 
 
 def _null_pages(block_size: int) -> Pages:
-    """Returns the pages of contexts of _CONTEXTS tokens that repeat the null block."""
+    """Returns the pages of one context for each length in _CONTEXTS.
+
+    Every block of these contexts is the null block.
+    """
     counts = -(-np.array(_CONTEXTS, np.int32) // block_size)
     indptr = np.cumsum([0, *counts], dtype=np.int32)
     return Pages(

@@ -54,7 +54,8 @@ class StepLimits:
 
     max_seqs: int = 256
     max_tokens: int = 8192  # query tokens of all sequences together
-    max_context: int = 8192  # tokens of the longest sequence with several queries
+    # Context tokens of the longest sequence that has several query tokens.
+    max_context: int = 8192
 
 
 DEFAULT_LIMITS: Final = StepLimits()

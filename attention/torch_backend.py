@@ -49,7 +49,7 @@ class _Plan:
 
     Attributes:
         chunks: For each chunk of a prompt, its rows of the step, and the pool's rows of
-            the cached context that the chunk sees. None: there is no such context.
+            the cached context that the chunk sees, or None if it sees none.
         decode: Attends for the decode rows.
         decode_rows: int64, the step's decode rows in the order of `decode`'s plan;
             None: there are none.

@@ -123,14 +123,16 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 FOLD: Final = 8
 # The number of columns must be a multiple of this number, so that all rows are aligned.
 _MIN_COLUMNS: Final = 64
-# Tiles have a power of two of columns that divides the row. If this power is below
-# _MIN_FULL_COLUMNS, tiles of _PARTIAL_COLUMNS are used, and the last tile is not full.
+# The number of columns of a tile is usually the largest power of two that divides the
+# width of a row. If that power is below _MIN_FULL_COLUMNS, _PARTIAL_COLUMNS is used
+# instead, and the last tile is not full.
 _PARTIAL_COLUMNS: Final = 1024
 _MIN_FULL_COLUMNS: Final = 512
 # FP8 rows up to this number of columns are loaded at once. Wider rows are loaded in
 # tiles, to have more loads in flight.
 _MAX_FULL_ROW_COLUMNS: Final = 16384
-# The programs that run at a time hold nearly all elements of a matrix below this size.
+# A matrix below this size fits almost completely into the registers of the programs
+# that run at a time.
 _MAX_HELD_BYTES: Final = 24 << 20
 # One program takes at most this many elements of a matrix below _MAX_HELD_BYTES.
 _HELD_ELEMENTS: Final = 1 << 14
@@ -381,9 +383,9 @@ def _num_programs(device: torch.device) -> int:
 
 
 def has_gated_rows_kernel(weight: Tensor) -> bool:
-    """Returns whether `gated_rows` can multiply by the matrix [2 n, in] on a GPU.
+    """Returns whether `gated_rows` can multiply by the matrix [2 n, in].
 
-    The matrix must be contiguous.
+    True only on a Hopper GPU, for a contiguous matrix of whole tiles.
     """
     num_out, width = weight.shape
     return (

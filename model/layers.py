@@ -18,8 +18,8 @@ from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, concatenated, map_weight
 from model.weights import WeightLoader
 
-# oneDNN chooses the order of a packed weight for this number of rows. The order for
-# many rows is equally good for few rows.
+# oneDNN chooses the memory layout of a packed weight for this number of rows. The
+# layout for many rows is equally good for few rows.
 _PACKING_ROWS: Final = 512
 # oneDNN compiles a kernel of up to 0.7 MB for each number of rows. The number of rows
 # is therefore rounded up so that only this many of its leading bits may be 1. This adds

@@ -113,7 +113,8 @@ def implied_weights(config: ModelConfig) -> list[MatrixGroup]:
     projections: Sequence[str] = _GATED_PROJECTIONS
     if "gate_up_proj" in config.traits.fused:
         projections = ("gate_up_proj", "down_proj")
-    # The layers are not listed, because the config may have any number of them.
+    # Layers are iterated lazily and not put into lists, because the config may claim
+    # any number of layers.
     layers = range(config.num_layers)
     dense_layers = (layer for layer in layers if not config.is_moe_layer(layer))
     moe_layers = (layer for layer in layers if config.is_moe_layer(layer))

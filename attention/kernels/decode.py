@@ -4,9 +4,9 @@ Contexts are cut into pieces (attention/pieces.py). One kernel attends over each
 and another merges the pieces of a sequence.
 
 FP8 elements are converted to float16, which represents each of them exactly. The GPU
-converts two elements in one instruction. Queries are converted to float16 in units of a
-power of two. These kernels round at the same points as bfloat16 kernels, and lose less
-precision at each.
+converts two elements in one instruction. Queries are first divided by a power of two
+for each head, so that float16 can hold them without loss. These kernels round at the
+same points as bfloat16 kernels, and lose less precision at each.
 
 A step's plan is written before the step's first kernel runs. So the kernels read the
 plan before they wait for the preceding kernel (attention/kernels/launch.py).
@@ -28,8 +28,8 @@ from attention.kernels.launch import (
 )
 
 _LOG2_E: Final = 1.4426950408889634
-# Number of programs above which small programs are faster: (16-bit KV, FP8 KV). Many
-# programs hide each other's waits for memory.
+# Above this number of programs, programs with fewer warps are faster: (16-bit KV, FP8
+# KV). Many programs hide each other's waits for memory.
 _MIN_SMALL_PROGRAMS: Final = (512, 768)
 # With at least this many rows, merges fill the GPU although each program merges several
 # heads.
@@ -37,10 +37,10 @@ _MANY_ROWS: Final = 32
 
 
 def _to_float16(x):  # type: ignore[no-untyped-def]
-    """Converts e4m3 to float16, exactly, in the registers that x was loaded to.
+    """Converts e4m3 to float16, exactly, before Triton moves x to shared memory.
 
-    So x is written to shared memory in 16 bits. For values, which have tokens as rows,
-    the matrix units are faster with 16 bits in shared memory than with 8.
+    x is thus in 16 bits there. For values, which have tokens as rows, the matrix units
+    are faster with 16 bits in shared memory than with 8.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
@@ -98,8 +98,8 @@ def _query(  # type: ignore[no-untyped-def]
 ):
     """Loads the query heads as columns.
 
-    For FP8 KV, queries are converted to float16 in units of a power of two per head, so
-    that no bit is lost.
+    For FP8 KV, the queries of each head are divided by a power of two, the unit, before
+    they are converted to float16. So no bit is lost.
 
     Returns:
         The queries, and the factor of their products with keys: `scale` times the unit.
@@ -292,8 +292,9 @@ def attend(
         scale: Factor of the scores, including the FP8 scale of the keys.
         value_scale: FP8 scale of the values; 1.0 for all other dtypes.
         tile: Tokens read at once; the length of pieces is a multiple of `tile`.
-        small_programs: Whether programs are small, which is faster if there are many.
-            None: decided by the number of programs.
+        small_programs: Whether programs have fewer warps, and for some FP8 heads
+            shorter tiles. That is faster if there are many programs. None: decided by
+            the number of programs.
     """
     keys, values = caches
     (num_seqs, num_q_heads, dim) = q.shape

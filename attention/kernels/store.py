@@ -158,8 +158,8 @@ def store(
     rotated k.
 
     Args:
-        k, v: [T, H, D], D a power of two; elements contiguous, v's heads as well. v is
-            None for latents.
+        k, v: [T, H, D], D a power of two. The elements of a head are contiguous, and so
+            are the heads of v. v is None for latents.
         slots: int32 [T]; None if nothing is stored.
         caches: The keys' cache, and the values' if v is given: [B, H, N, D] with equal
             strides and contiguous elements; of k's dtype, or float8_e4m3fn. Empty:

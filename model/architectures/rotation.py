@@ -166,7 +166,7 @@ def _parameters_by_kind(
         raise config_error(
             f"rope_parameters is {short_repr(stored)}; in this architecture "
             f"rope_parameters has an object for each of {FULL} and {SLIDING}: "
-            "put it into them"
+            "put these fields into each of the two objects"
         )
     full = dict(stored.get(FULL) or {})
     sliding = dict(stored.get(SLIDING) or {})
@@ -339,8 +339,8 @@ def _yarn_fields(
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {"truncate": bool(given.get("truncate", True))}
     if architecture.ropes_by_kind and not fields["truncate"]:
-        # transformers looks for this field outside of the objects for the kinds of
-        # layers. The field is missing there, so transformers always uses true.
+        # transformers reads `truncate` from the top level of rope_parameters, not from
+        # the object of each kind of layer. It finds none there, so it always uses true.
         raise unsupported_error(
             "truncate false of rope type yarn in this architecture", "truncate true"
         )

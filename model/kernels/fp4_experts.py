@@ -244,7 +244,8 @@ def mixture(
 
     Args:
         x: bfloat16 [T, hidden].
-        gate_up: [experts of this rank, 2 n, hidden], each gate above its up projection.
+        gate_up: [experts of this rank, 2 n, hidden]: for each expert, all gate rows and
+            then all up rows.
         down: [experts of this rank, hidden, n].
         weights: float32 [T, k], the weights of the experts.
         chosen: int64 [T, k], ids of experts. The experts with ids below the number of

@@ -30,7 +30,8 @@ class Experts:
     any size can therefore be captured in a graph.
 
     Args:
-        gate_up: [experts, 2 width, hidden], each gate above its up projection.
+        gate_up: [experts, 2 width, hidden]: for each expert, all gate rows and then all
+            up rows.
         down: [experts, hidden, width].
         first: id of the first of these experts.
         total: number of experts on all ranks; None: all experts are on this rank.
@@ -128,7 +129,7 @@ class Experts:
         )
         return fused_ops.passes_self_test(
             kind,
-            "the kernels for mixtures of experts: one %s; torch computes them instead",
+            "a kernel for mixtures of experts %s; torch computes mixtures instead",
             lambda: self._deviations(num_chosen),
         )
 

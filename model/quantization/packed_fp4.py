@@ -99,13 +99,13 @@ def pack(weight: Quantized) -> PackedFP4:
 
 
 def _place_bits(code: Tensor, register: int) -> Tensor:
-    """Moves the bits of codes with b = 0 to their places in words.
+    """Returns the bits of codes at the places of b = 0 in a word; see `pack`.
 
-    A bfloat16 number needs the sign in bit 15 and the other bits in 8 to 6. From there,
-    the codes of registers 0, 1 and 2 are shifted to the right by 0 and 6 bits and
-    rotated to the left by 6, so that a kernel moves and masks all bits of a code at
-    once. The code of register 3 takes the bits that are left. These are not all at the
-    same distance, so a kernel moves them in two parts.
+    A bfloat16 number needs the sign in bit 15 and the other bits in 8 to 6. The code of
+    register 0 is stored exactly there. That of register 1 is shifted right by 6, and
+    that of register 2 is rotated left by 6. So a kernel moves and masks all bits of
+    such a code at once. The code of register 3 takes the bits that are left. A kernel
+    moves it in two parts.
     """
     sign = code >> 3
     exponent = code >> 1 & 3

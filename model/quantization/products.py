@@ -222,7 +222,9 @@ def _find_flaw(method: str, variant: Variant, width: int = 0) -> str | None:
     if not flaw:
         return None
     if "kernel" not in method:
-        _log.warning("the %s for %s %s: another is used", method, variant.kind, flaw)
+        _log.warning(
+            "the %s for %s %s; another method is used", method, variant.kind, flaw
+        )
     return f"the {method} for {variant.kind} {flaw}"
 
 

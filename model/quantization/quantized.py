@@ -14,7 +14,7 @@ FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = torch.finfo(FP8).max
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; bit 3 is the sign
 _MANTISSA_BITS: Final = 23  # of float32, before its exponent
-_INT4_ZERO: Final = 8  # the zero point of int4 matrices without zeros
+_INT4_ZERO: Final = 8  # the zero point of int4 matrices that store no zero points
 # Lower bound of a row's largest absolute value, so that a row of zeros has a scale.
 MIN_ROW_MAX: Final = 1e-12
 # Number of rows that are quantised at a time, which bounds the float32 scratch memory.

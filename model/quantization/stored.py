@@ -190,8 +190,9 @@ class StoredWeights:
         )
         if len(shape) != 2 or tuple(scales.shape) != expected_shape:
             raise ModelLoadError(
-                f"weight {name} of shape {shape} has {tuple(scales.shape)} scales, and "
-                f"not one for each {block[0]} x {block[1]} elements"
+                f"weight {name} of shape {shape} has scales of shape "
+                f"{tuple(scales.shape)}; expected one scale for each "
+                f"{block[0]} x {block[1]} block"
             )
         codes = self._map(name, shape).view(torch.uint8)[rows.start : rows.stop]
         row_scales = scales[torch.arange(rows.start, rows.stop) // block[0]]

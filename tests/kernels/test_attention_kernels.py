@@ -329,7 +329,10 @@ def test_kernel_that_fails_its_self_test_is_not_used(monkeypatch):
         out.mul_(1.02)
 
     shape = fp8_shape()
-    cases = ((deviating_attend, "deviates by 0.0"), (None, "raises TypeError"))
+    cases = (
+        (deviating_attend, "has a relative error of 0.0"),
+        (None, "raises TypeError"),
+    )
     for broken, problem in cases:
         monkeypatch.setattr(decode, "attend", broken)
         message = f"decodes {problem}.*--attention-backend torch"
@@ -342,6 +345,6 @@ def test_kernel_that_fails_its_self_test_is_not_used(monkeypatch):
             plain.make(fp8_latents, "flashinfer")
     monkeypatch.setattr("attention.self_test.store", lambda *args, **options: None)
     for shape in (fp8_shape(), plain.Shape(dtype="float16"), latents):
-        message = r"deviates .* --attention-backend torch"
+        message = r"computes .* wrong elements; use --attention-backend torch"
         with pytest.raises(UnsupportedPool, match=message):
             plain.make(shape, "flashinfer")

@@ -181,7 +181,10 @@ def test_missing_scale_of_a_quantised_weight_is_named(quantised):
 @pytest.mark.parametrize(
     ("scales", "message"),
     [
-        (torch.tensor([1.0, 2.0, 3.0]), r" has \(3, 1\) scales, and not one for"),
+        (
+            torch.tensor([1.0, 2.0, 3.0]),
+            r" scales of shape \(3, 1\); expected one scale for",
+        ),
         (
             torch.ones(192, 2, dtype=torch.uint8),
             r"weight_scale has dtype U8; supported: F64, F32",

@@ -31,8 +31,8 @@ and has no state.
 
 A transition of many blocks is all or nothing: an illegal transition or a repeated id
 raises before anything has changed. One thread owns an allocator; there are no locks. A
-transition costs amortised O(1) per block, because every eviction ends one mark as
-cached.
+transition costs amortised O(1) per block, because every eviction undoes one earlier
+`mark_cached`.
 """
 
 from collections import OrderedDict

@@ -25,8 +25,8 @@ from functools import cached_property
 from kvcache.blocks import NULL_BLOCK
 from protocol.handshake import MAX_GROUPS
 
-# Largest share by which padding may enlarge the KV of a sequence of the model's maximum
-# length.
+# Preferred limit on the memory that padding layers add, as a fraction of the KV of the
+# longest sequence. If no group size meets it, the size with the least memory is chosen.
 _MAX_PADDING_SHARE = 0.05
 
 
@@ -70,7 +70,7 @@ class KVGroups:
         return any(self.windows)
 
     def first_token(self, group: int, num_tokens: int) -> int:
-        """A token from which on the group's KV suffices to compute token `num_tokens`.
+        """The group's KV from this token onward suffices to compute token `num_tokens`.
 
         Token numbers start at 0, so `num_tokens` tokens precede the computed token. The
         result may be one token before the first token of the window.
@@ -100,9 +100,9 @@ class KVGroups:
 
         Args:
             table: The table of the whole sequence.
-            reach: The smallest number of tokens after which the sequence must be
-                continuable; None: `num_tokens`. Blocks that are not needed for this
-                become null blocks.
+            reach: The result must suffice to continue the sequence after its first
+                `reach` tokens, and after any larger number of tokens up to
+                `num_tokens`. All other blocks become null blocks. None: `num_tokens`.
         """
         blocks = list(table[: -(-num_tokens // block_size) * self.count])
         if self.drops_blocks:
@@ -120,8 +120,8 @@ class KVGroups:
         """For each group, the tokens of [start, stop) that the group needs.
 
         Args:
-            reach: The smallest number of tokens after which the sequence must be
-                continuable.
+            reach: The KV must suffice to continue the sequence after its first `reach`
+                tokens, and after any larger number of tokens up to `stop`.
         """
         ranges = []
         for group in range(self.count):

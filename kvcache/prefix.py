@@ -108,8 +108,9 @@ class PrefixIndex:
         Args:
             max_tokens: The largest number of tokens to match. A caller leaves out the
                 last token of a prompt: it is always computed, for its logits.
-            reach: If more than `reach` tokens match, the prefix must be continuable
-                after `reach` tokens; None: only after all matching tokens.
+            reach: If more than `reach` tokens match, the table must also have the
+                blocks to continue after `reach` tokens. None: it needs only the blocks
+                to continue after all matching tokens.
             cursor: The cursor of the sequence, if it may be looked up again.
             salt: Only blocks that were published with the same salt match.
         """
@@ -323,8 +324,8 @@ class PrefixIndex:
         """Compares the tree with the index by block and with the allocator's marks.
 
         Raises:
-            IntegrityError: A node cannot be reached from the root, or a block has
-                either a node or a mark in the allocator, not both.
+            IntegrityError: A node cannot be reached from the root; or a block has a
+                node but no mark in the allocator, or a mark but no node.
         """
         reachable: dict[int, _Node] = {}
         num_nodes = 0

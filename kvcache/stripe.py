@@ -84,8 +84,8 @@ class Stripe:
         `check_remote` must accept `remote_block_size`.
 
         Args:
-            blocks: The peer's block table from token 0 on. Or an array with one number
-                for each entry of that table: the result then has the numbers of the
+            blocks: The peer's block table from token 0 on. Or an array of values, one
+                for each entry of that table. The result then has the values of the
                 selected blocks.
         """
         table = np.asarray(blocks, np.int64)

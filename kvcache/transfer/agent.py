@@ -37,8 +37,8 @@ class ReadState(Enum):
 
     ACTIVE: bytes may still arrive.
     DONE: all bytes have arrived.
-    ERROR: a run has failed, but bytes of other runs may still arrive until the agent is
-        closed.
+    ERROR: one of the READ's runs (ranges of bytes) has failed. Bytes of its other runs
+        may still arrive until the agent is closed.
     """
 
     ACTIVE = "active"
@@ -162,12 +162,12 @@ class PostLimits:
     """Limits on the size and the number of posts.
 
     Attributes:
-        max_bytes: bound of the bytes of one post. On a CPU, copying the default takes 3
-            to 10 ms.
-        max_runs: bound of the runs of one post. On a GPU, posting the default takes 5
-            to 8 ms.
-        max_active: bound of the READs over one link that are active at the same time,
-            not counting READs of stopped jobs.
+        max_bytes: largest number of bytes in one post. On a CPU, copying the default
+            number of bytes takes 3 to 10 ms.
+        max_runs: largest number of runs in one post. On a GPU, posting the default
+            number of runs takes 5 to 8 ms.
+        max_active: largest number of READs that are active over one link at the same
+            time, not counting READs of stopped jobs.
     """
 
     max_bytes: int = 32 << 20

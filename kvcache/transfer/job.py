@@ -133,14 +133,14 @@ class _BegunStep:
     After the last READ of a staged step, the step's slot is copied into the pool.
 
     Attributes:
-        posts: READs that have not been posted.
+        unposted: READs that have not been posted.
         base_address: address of the pool or of the slot. Local offsets count from here.
-        step: the step; None if it is not staged.
-        slot: number of the step's slot of staging memory; -1 if the step is not staged.
+        step: the staged step, to be placed after its READs; None for a direct step.
+        slot: number of the step's slot of staging memory; -1 for a direct step.
         num_active: number of posted READs that have not ended.
     """
 
-    posts: deque[ReadDescriptors]
+    unposted: deque[ReadDescriptors]
     base_address: int
     step: Step | None = None
     slot: int = -1
@@ -177,7 +177,7 @@ class ReadJob(TransferJob):
             return True
         if self._plan is None or self._num_begun_steps < len(self._plan.steps):
             return False
-        return not self._current.posts
+        return not self._current.unposted
 
     def bypass_staging(self) -> bool:
         """Makes a job that waits for staging memory read straight into the pool.
@@ -220,13 +220,13 @@ class ReadJob(TransferJob):
         is_full = link.num_active >= throttle.limits.max_active
         if link.is_closing or is_full or not throttle.admits(now_s):
             return False
-        while not self._current.posts:
+        while not self._current.unposted:
             begun = self._begin_step()
             if begun is None:
                 return False
             self._current = begun
         begun = self._current
-        read = begun.posts.popleft()
+        read = begun.unposted.popleft()
         try:
             handle = link.read(read, begun.base_address)
         except TransferFailed as error:
@@ -332,7 +332,7 @@ class ReadJob(TransferJob):
             begun = _BegunStep(deque(), slot_address, step, slot)
         self._num_begun_steps += 1
         self.num_descriptors += sum(len(read.lengths) for read in reads)
-        begun.posts.extend(self.peer.rank.throttle.cut(reads))
+        begun.unposted.extend(self.peer.rank.throttle.cut(reads))
         return begun
 
     def _end_read(self, link: PeerLink, read: tuple[ReadHandle, _BegunStep]) -> None:
@@ -348,7 +348,7 @@ class ReadJob(TransferJob):
         self._progress_s = time.monotonic()
         if not self.is_stopping:
             link.num_active -= 1
-            is_read = not (begun.posts or begun.num_active)
+            is_read = not (begun.unposted or begun.num_active)
             if is_read and begun.step is not None and self._staging is not None:
                 self._placing.append(begun.slot)
                 self._staging.place(begun.step, begun.slot, self._slot_bytes)

@@ -49,7 +49,8 @@ class PeerLink:
     and when the link is closed.
 
     Args:
-        rank: this rank of D, which registers the link in `rank.links`.
+        rank: this rank of D. The link adds itself to `rank.links` and stays there until
+            its agent is closed.
         ranks: the ranks of the prefill server to read from.
         probes: measure the link, with READs of the null block of the first of `ranks`.
 

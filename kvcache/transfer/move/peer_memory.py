@@ -199,10 +199,19 @@ def open_on_gpu(rank: RankMetadata, device: torch.device) -> Memory:
             f"{record.offset + rank.nbytes} bytes"
         )
 
+    peer_rank = rank.rank
+    peer_pid = rank.pid
+
     def close() -> None:
         try:
             cuda.close_handle(opened)
         except cuda.CudaError as error:
-            logger.warning("cannot unmap the memory of a peer: %s", error)
+            logger.warning(
+                "cannot unmap the KV pool of rank %d of a peer (pid %s): %s; "
+                "it stays mapped until this process ends",
+                peer_rank,
+                peer_pid,
+                error,
+            )
 
     return Memory(opened + record.offset, close=close)

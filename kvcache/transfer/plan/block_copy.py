@@ -280,8 +280,8 @@ class Transfer:
         If several owners hold the same heads, the owners take turns, block by block.
 
         Args:
-            heads: heads of the model: those of the group, or more heads that all owners
-                of the group hold.
+            heads: head numbers in the model: the heads of `group`, or a larger range
+                that contains them and that every owner of the group holds.
         """
         dcp = self.remote[0].dcp
         num_copies = len(group.owners) // dcp

@@ -18,7 +18,9 @@ from kvcache.transfer.plan.endpoint import Endpoint
 
 _FIRST_PROBE_BYTES = 256 << 10
 _PROBE_GROWTH = 4  # each long probe has this many times the bytes of the previous one
-_MIN_PROBE_S = 0.002  # the result of a shorter long probe is not exact enough
+# The long probe is repeated with more bytes until it takes at least this time, because
+# the time of a faster probe is too inexact.
+_MIN_PROBE_S = 0.002
 _NUM_SHORT_RUNS = 512
 _SHORT_RUN_BYTES = 256
 
@@ -190,9 +192,9 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
 
     A run takes p + bytes / w seconds, where p is the cost of a descriptor and w the
     speed. The samples give two equations in p and 1 / w. If noise makes a solution
-    negative, a negligible value replaces it. The speed of placing is not measured, but
-    a default. If both READs ended within their posts, READs are copies by the CPU:
-    placing is then no faster than such a copy, and does not overlap reading.
+    negative, a negligible value replaces it. The speed of placing is not measured; a
+    default is used. If both READs ended within their posts, READs are copies by the
+    CPU: placing is then no faster than such a copy, and does not overlap reading.
 
     Raises:
         ValueError: both samples have the same bytes per run.

@@ -203,11 +203,11 @@ def _estimate(
 
 
 def _tokens_to_read(transfer: Transfer, strategy: TransferStrategy) -> range:
-    """The tokens to read: with `whole_blocks` more than the wanted tokens.
+    """The tokens to read: the wanted tokens, or more if `strategy.whole_blocks`.
 
-    A staged transfer extends the range at both ends to whole blocks of P. A direct
-    transfer extends only the end of the range: to the end of P's block or of D's block,
-    whichever comes first.
+    With that flag, a staged transfer extends both ends of the range to borders of P's
+    blocks. A direct transfer extends only the end of the range, to the next border of
+    P's blocks or of D's blocks, whichever comes first.
     """
     tokens = transfer.tokens
     if not strategy.whole_blocks:

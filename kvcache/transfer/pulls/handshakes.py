@@ -102,10 +102,10 @@ class Handshakes:
         self._fail_handshakes(address, error)
 
     def _drop_earlier_engines(self, key: PeerKey, address: Address) -> None:
-        """Forgets the engines that ran at an address before the engine `key`.
+        """Forgets all engines at an address but `key`, and fails the pulls from them.
 
-        A restarted server has a new engine id and a new incarnation. Pulls from an
-        earlier engine fail, because its leases ended with its process.
+        A restarted server has a new engine id and a new incarnation, and its old leases
+        ended with its old process.
         """
         for peer in self._peers.peers_at(address):
             if peer.key != key:

@@ -77,9 +77,9 @@ class PullSettings:
 
     Attributes:
         handshake_timeout_s: longest wait for a peer's metadata.
-        pull_timeout_s: longest time from the order to read a cut until the last READ
-            has ended and the KV is verified. While P computes the prompt, also the
-            longest wait for more blocks.
+        pull_timeout_s: longest time from the command to read a cut (the next part of
+            the prompt, see above) until its last READ has ended and its KV is verified.
+            While P computes the prompt, also the longest wait for more blocks.
         fence_timeout_s: longest wait for P's answer to COMPLETE. While P computes the
             prompt, also the longest wait for any answer from P.
         lookup_timeout_s: longest time of a lookup, first contact included. After this

@@ -91,7 +91,7 @@ def compare(
 
     Texts and greediness must be equal, and loglikelihoods must be equal within
     `tolerance`. The figure `max_difference` is the largest difference of loglikelihoods
-    (nats).
+    (nats). Differences of texts or greediness do not count for it.
 
     Args:
         same_prompts: whether both sides must have the same prompts. The prompts differ
@@ -145,12 +145,12 @@ def compare(
 def compare_scores(
     reference: TaskAnswers, measured: TaskAnswers, max_difference: float
 ) -> dict[str, Any]:
-    """Return the mean difference of each metric's scores, and its standard error.
+    """Return figures: each metric's mean difference of scores, and its standard error.
 
     An accuracy is a metric with scores of only 0 and 1. The absolute mean difference of
-    an accuracy plus two standard errors must be at most `max_difference`. All other
-    metrics are reported, but not checked. A metric without a score per document is left
-    out.
+    an accuracy plus two standard errors must be at most `max_difference`. The figure
+    `differences` lists the accuracies that exceed this limit. All other metrics are
+    reported, but not checked. A metric without a score per document is left out.
     """
     means: dict[str, tuple[float, float]] = {}
     differences = []

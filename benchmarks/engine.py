@@ -200,7 +200,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         nargs="*",
         default=[16384],
-        help="tokens of the prompt before each chunk",
+        help="each chunk is measured behind this many tokens of its prompt",
     )
     add("--steps", type=int, default=30, help="timed decode steps for each --batch")
     add("--kv-layout", default="BHLCND")
@@ -275,8 +275,8 @@ def _block_tables(
     """
     groups = runner.groups
     layout = runner.memory.pool.layout
-    spans = groups.token_ranges(0, num_tokens, num_computed)
-    columns = groups.missing_entries([], spans, layout.block_size)
+    token_ranges = groups.token_ranges(0, num_tokens, num_computed)
+    columns = groups.missing_entries([], token_ranges, layout.block_size)
     num_needed = num_seqs * len(columns)
     if num_needed >= layout.num_blocks:
         raise SystemExit(

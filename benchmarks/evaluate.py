@@ -124,17 +124,21 @@ class Runner:
             # are read only if needed.
             self._tasks = TaskManager(include_path=options.include)
         unknown = [name for name in self._names if name not in self._tasks.all_tasks]
-        if unknown or not self._names:
+        if not self._names:
+            raise ValueError(f"--tasks {options.tasks!r} names no task")
+        if unknown:
             raise ValueError(
-                f"--tasks {options.tasks!r} must name tasks of lm_eval or --include; "
-                f"unknown tasks: {', '.join(unknown) or 'none'}"
+                f"--tasks names unknown tasks: {', '.join(unknown)}; "
+                "neither lm_eval nor the folders of --include have them"
             )
 
     def reference(self) -> dict[str, TaskAnswers]:
         """Return the answers of lm_eval's hf backend, in float32 on the CPU."""
-        # With max_length - 2, both backends truncate at the same place. The endpoint
-        # backend subtracts 1 from its max_length for texts, and 2 for windows of
-        # rolling loglikelihoods. The hf backend adds 1 for texts.
+        # hf gets max_length - 2, so that both backends truncate the requests for a
+        # loglikelihood at the same place. The endpoint backend lowers its max_length by
+        # 1 for a context with its continuation, and by 2 for windows of rolling
+        # loglikelihoods. hf adds 1 for a context with its continuation. In generation
+        # tasks, hf may keep one token less of a context that is too long.
         arguments = {
             "pretrained": str(self._model),
             "dtype": "float32",
@@ -214,8 +218,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Run the tasks on the endpoint and the reference; return the figures.
 
     Raises:
-        ValueError, RuntimeError: an option is invalid, the endpoint lists no model, or
-            the reference does not match the options.
+        ValueError, RuntimeError: an option is invalid, the endpoint does not answer or
+            lists no model, or the reference does not match the options.
     """
     from model.hub import DEFAULT_MODEL, resolve_model
 

@@ -39,6 +39,7 @@ class ProxyRouter:
     """Places requests with the proxy's code and load estimates.
 
     Args:
+        step_s: target time between tokens.
         pulls: whether a server may pull the KV of a prefix from another server.
     """
 
@@ -109,7 +110,11 @@ class ProxyRouter:
         computes: bool,
         generates: bool,
     ) -> tuple[Engine, Assignment]:
-        """Choose a server and begin a leg there. Sets `lender` if the leg may pull."""
+        """Choose a server and begin a leg there.
+
+        Set `lender` if the leg computes the prompt and another server has cached more
+        of it.
+        """
         reservation = self._reservation
         self._reservation = None
         engine = self.tracker.choose_server(
@@ -153,13 +158,17 @@ class ProxyRouter:
 
 
 class IdealRouter:
-    """Places requests by the true state of the simulated servers."""
+    """Places requests by the true state of the simulated servers.
+
+    Args:
+        step_s: target time between tokens.
+    """
 
     lender: Engine | None = None
 
     def __init__(self, fleet: Fleet, step_s: float) -> None:
         self._fleet = fleet
-        self._step_s = step_s
+        self._target_s = step_s
 
     def place_prompt(self, request: Request) -> Engine:
         fleet = self._fleet
@@ -203,5 +212,5 @@ class IdealRouter:
             load.queued_s[size_class] += request.uncomputed_tokens * load.token_s
         load.add_queued(0, 0.0)  # updates the sums that depend on queued_s
         load.kv_capacity = engine.times.capacity
-        load.target_step_s = self._step_s
+        load.target_step_s = self._target_s
         return load

@@ -130,7 +130,7 @@ def simulate(
     prefills, _, decodes = shape.rstrip("D").rpartition("P")
     num_prefills = int(prefills or 0)
     num_engines = num_prefills + int(decodes or 0)
-    step_s = args.itl_target_s
+    target_s = args.itl_target_s
     times = EngineTimes()
     # Only decode servers of a fleet with prefill servers have a target time between
     # tokens. Prefill servers have no streams. In a fleet without prefill servers,
@@ -140,17 +140,17 @@ def simulate(
             index,
             index < num_prefills,
             times,
-            step_s if 0 < num_prefills <= index else None,
+            target_s if 0 < num_prefills <= index else None,
         )
         for index in range(num_engines)
     ]
     fleet = Fleet(engines, times, follow_up)
     policy = POLICIES[policy_name]
     if policy is None:
-        fleet.router = IdealRouter(fleet, step_s)
+        fleet.router = IdealRouter(fleet, target_s)
     else:
         fleet.router = ProxyRouter(
-            fleet, policy.routing, policy.disaggregate, step_s, policy.pulls
+            fleet, policy.routing, policy.disaggregate, target_s, policy.pulls
         )
     fleet.run(requests)
     return figures(fleet, args)

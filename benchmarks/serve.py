@@ -160,7 +160,7 @@ def _positive(text: str) -> int:
 def complete_options(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    """Set the options that depend on others, and create the file of --save.
+    """Set the options that depend on others. Create the file of --save, if given.
 
     Exits with a message if an option is invalid or options conflict.
     """
@@ -263,7 +263,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark and return its figures.
 
     Raises:
-        RuntimeError: the endpoint lists no model, or a warm-up request failed.
+        RuntimeError: the endpoint does not answer or lists no model, or a warm-up
+            request failed.
     """
     async with open_session(options.url, options.timeout_s, options.api_key) as session:
         model_entry = await get_model(session)

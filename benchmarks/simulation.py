@@ -35,7 +35,7 @@ class EngineTimes:
     docs/performance.md has the measurements. All fields ending in `_s` are seconds.
 
     Attributes:
-        step_s: time of a step without the terms below.
+        step_s: fixed part of the time of a step; the terms below are added to it.
         sequence_s: time per sequence of a decode step.
         held_token_s: time per token of KV, because every step reads all KV.
         token_s: time per token of a prompt.
@@ -48,8 +48,9 @@ class EngineTimes:
         step_tokens: maximum prompt tokens in one step.
         min_prompt_step_s: shortest time of a step with prompts, because its kernels are
             launched one by one.
-        min_prompt_share: in a step, prompts get at least this share of the time that
-            the streams take.
+        min_prompt_share: `queued_s` expects that prompts get at least this share of the
+            time that the streams of a step take. It equals _MIN_PROMPT_SHARE of
+            engine.core.budget.prefill_budget, which the simulated steps use.
     """
 
     step_s: float = 4.15e-3
@@ -122,7 +123,9 @@ class Engine:
         self.is_prefill = is_prefill
         self.times = times
         self.target_s = target_s
-        # This index covers only this server, which is server 0 of the index.
+        # This index covers only this server, which is server 0 of the index. As a
+        # simplification, cached prefixes get half of the KV capacity, whatever the
+        # streams hold.
         self._cache = PrefixIndex(times.capacity // 2 // BLOCK_TOKENS)
         self.waiting: deque[Request] = deque()
         self.parked: deque[Request] = deque()
@@ -376,23 +379,23 @@ class Fleet:
         request.on_decode_server = not engine.is_prefill
         lender = self.router.lender
         if lender is None:
-            self._admit(engine, request)
+            self._enqueue(engine, request)
             return
         num_lender_blocks = lender.cached_blocks(request.hashes)
         num_missing = num_lender_blocks - engine.cached_blocks(request.hashes)
         num_pulled = max(num_missing, 0)
         if num_pulled:
-            # The server counts the blocks as cached at once. The request is admitted
-            # only when the blocks have arrived.
+            # The server counts the blocks as cached at once. The request is queued only
+            # when the blocks have arrived.
             engine.cache(request.hashes[:num_lender_blocks])
         sent_s = (
             num_pulled * BLOCK_TOKENS * self.times.sent_token_s + self.times.lookup_s
         )
         # The lender answers between two of its steps.
         answered_at = max(lender.busy_until, self.now)
-        self._schedule(answered_at + sent_s, partial(self._admit, engine, request))
+        self._schedule(answered_at + sent_s, partial(self._enqueue, engine, request))
 
-    def _admit(self, engine: Engine, request: Request) -> None:
+    def _enqueue(self, engine: Engine, request: Request) -> None:
         engine.admit(request)
         self._start_step(engine)
 

@@ -67,7 +67,8 @@ class Row:
     """The figures of one case.
 
     Attributes:
-        path: how the KV was moved: the path of the pull, or "bare NIXL".
+        path: how the KV was moved: "bare NIXL", or the path of the pull: "mapped", or
+            with NIXL "direct", "staged" or "mixed" (both).
         bytes: bytes that one pull moves.
         milliseconds: median of all pulls; `best_ms` is the shortest.
         of_copy: the pulls' rate divided by the plain copy's rate.
@@ -273,8 +274,9 @@ class Bench:
     def _measure_short_pulls(self, name: str, path: str) -> list[Row]:
         """Measure short pulls twice.
 
-        The first time, D begins to renew the lease before the pull begins. The second
-        time, it begins with the pull.
+        The first time, D begins to renew the lease ("holds" it) before the pull begins.
+        The second time, D begins to renew it with the pull, and the row's name ends
+        with "unheld".
         """
         case = _case("same", "same")
         with self._open_pair(case, self._setup(path)) as (decode, _):

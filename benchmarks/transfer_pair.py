@@ -367,10 +367,10 @@ class Decode:
         blocks = self._side.blocks(self._size, tokens).tolist()
         if self.holds_before_pull:
             self._coordinator.hold(pull_id, remote)
-        # In a server, no pull waits for the first renewal of its lease. So the renewal
-        # gets 2 ms to finish before the pull begins. Like the thread of an engine, this
-        # thread stays busy during the 2 ms: after a sleep of 2 ms it would start the
-        # pull later.
+        # The 2 ms let the first renewal finish, so that it is not part of the timed
+        # pull. The pause is the same if there is no earlier renewal, so that both kinds
+        # of pulls have comparable times. After one sleep of 2 ms, this thread would
+        # start the pull later, so it takes many short naps, like an engine's thread.
         renewed_at = time.perf_counter() + 0.002
         while time.perf_counter() < renewed_at:
             time.sleep(0.00002)

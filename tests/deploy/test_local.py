@@ -102,8 +102,10 @@ def has_ended(pid: int) -> bool:
         os.close(fd)
 
 
-def family(endpoint: str) -> dict[str, Any]:
-    """Returns the answers of the proxy and of every server, by URL."""
+def query_processes(endpoint: str) -> dict[str, Any]:
+    """Returns the pid, arguments and environment that the proxy and then every server
+    report of their processes, by URL.
+    """
     proxy = get(endpoint)
     urls = [
         arg.split("=", 1)[1]
@@ -117,17 +119,17 @@ def test_up_starts_all_processes_prints_ready_and_ends_on_sigterm():
     with launched("serve,serve,serve", "--prefill.count=2") as launcher:
         endpoint = launcher.endpoint()
         curl = launcher.until("curl ")
-        members = family(endpoint)
-        assert len(members) == 4
-        for member in members.values():
-            assert "BATON_CLUSTER_SECRET" in member["environ"]
-            assert "secret" not in " ".join(member["argv"])
+        processes_by_url = query_processes(endpoint)
+        assert len(processes_by_url) == 4
+        for process in processes_by_url.values():
+            assert "BATON_CLUSTER_SECRET" in process["environ"]
+            assert "secret" not in " ".join(process["argv"])
         assert f"{endpoint}/v1/completions" in curl and '"model": "fake"' in curl
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.end() == 0
         assert launcher.lines[-2:] == ["baton | stopping", "baton | stopped"]
         assert "prefill-1 | prefill starts" in launcher.lines
-        assert all(has_ended(member["pid"]) for member in members.values())
+        assert all(has_ended(process["pid"]) for process in processes_by_url.values())
 
 
 def test_the_page_is_announced_first_then_the_endpoint():
@@ -172,8 +174,8 @@ def test_warming_ends_once_the_servers_are_ready(monkeypatch):
 
 def test_http_proxy_variable_and_slow_model_list_do_not_matter(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setenv("http_proxy", nobody)
+        closed_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("http_proxy", closed_url)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with launched("serve,serve,slow") as launcher:
@@ -184,11 +186,11 @@ def test_http_proxy_variable_and_slow_model_list_do_not_matter(monkeypatch):
 
 def test_ctrl_c_reaches_only_the_launcher_and_ends_all():
     with launched("serve,serve,serve") as launcher:
-        members = family(launcher.endpoint())
+        processes_by_url = query_processes(launcher.endpoint())
         # A terminal also sends the signal to the process group.
         os.killpg(launcher.process.pid, signal.SIGINT)
         assert launcher.end() == 0
-        assert all(has_ended(member["pid"]) for member in members.values())
+        assert all(has_ended(process["pid"]) for process in processes_by_url.values())
 
 
 @pytest.mark.parametrize(
@@ -229,27 +231,27 @@ def test_waiting_is_explained_and_times_out():
 @pytest.mark.parametrize("killed", [False, True])
 def test_process_that_dies_later_ends_the_cluster_and_is_named(killed):
     with launched("serve,serve,serve") as launcher:
-        members = family(launcher.endpoint())
-        _, prefill, decode = members
+        processes_by_url = query_processes(launcher.endpoint())
+        _, prefill_url, decode_url = processes_by_url
         if killed:
-            os.kill(members[decode]["pid"], signal.SIGKILL)
+            os.kill(processes_by_url[decode_url]["pid"], signal.SIGKILL)
         else:
             with pytest.raises(OSError):
-                get(f"{prefill}/die")
+                get(f"{prefill_url}/die")
         assert launcher.end() == 1
         last = launcher.lines[-1]
         if killed:
             assert "decode-0 ended: " in last and "SIGKILL" in last
         else:
             assert last.endswith("prefill-0 ended: out of luck (exit status 3)")
-        assert all(has_ended(member["pid"]) for member in members.values())
+        assert all(has_ended(process["pid"]) for process in processes_by_url.values())
 
 
 def test_sigkill_of_the_launcher_leaves_no_orphan():
     with launched("serve,serve,serve", "--decode.count=2") as launcher:
-        members = family(launcher.endpoint())
+        processes_by_url = query_processes(launcher.endpoint())
         launcher.process.kill()
-        assert all(has_ended(member["pid"]) for member in members.values())
+        assert all(has_ended(process["pid"]) for process in processes_by_url.values())
 
 
 @pytest.mark.parametrize(
@@ -259,14 +261,14 @@ def test_hung_process_is_killed_after_the_grace_period_or_a_second_ctrl_c(
     grace_s, num_signals, status
 ):
     with launched("serve,stubborn,serve", f"--shutdown-grace-s={grace_s}") as launcher:
-        members = family(launcher.endpoint())
+        processes_by_url = query_processes(launcher.endpoint())
         launcher.process.send_signal(signal.SIGINT)
         if num_signals > 1:
             launcher.until("baton | stopping")
             launcher.process.send_signal(signal.SIGINT)
         assert launcher.end() == status
         assert status > 1 or "killed" in launcher.lines[-1]
-        assert all(has_ended(member["pid"]) for member in members.values())
+        assert all(has_ended(process["pid"]) for process in processes_by_url.values())
 
 
 def test_stop_signal_during_the_start_ends_all_processes():
@@ -292,7 +294,7 @@ def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
                 break
             except urllib.error.URLError:
                 assert time.monotonic() < deadline
-        servers = family(endpoint)
+        processes_by_url = query_processes(endpoint)
         launcher.process.send_signal(signal.SIGTERM)
         if reads_at_end:
             assert launcher.end() == 0
@@ -300,7 +302,7 @@ def test_launcher_serves_and_ends_though_its_output_is_not_read(reads_at_end):
             assert any("lines were dropped" in line for line in launcher.lines)
         else:
             assert launcher.process.wait(DEADLINE_S) == 0
-        assert all(has_ended(server["pid"]) for server in servers.values())
+        assert all(has_ended(process["pid"]) for process in processes_by_url.values())
 
 
 def test_a_taken_port_is_refused_before_anything_starts():

@@ -35,8 +35,8 @@ class Clock:
         return self.now_s
 
 
-def sequence(name: str, **members: object) -> Sequence:
-    return Sequence.from_request(add(name, range(1000), 4, **members))
+def sequence(name: str, **fields: object) -> Sequence:
+    return Sequence.from_request(add(name, range(1000), 4, **fields))
 
 
 def streams(count: int) -> list[Scheduled]:

@@ -101,14 +101,14 @@ async def test_without_a_prefix_cache_every_prompt_counts_in_full():
     assert queue.num_tokens == 3 * 1560
 
 
-def make_request(ids: list[int], **members: Any) -> AddRequest:
-    members = {
+def make_request(ids: list[int], **fields: Any) -> AddRequest:
+    fields = {
         "request_id": "a",
         "max_tokens": 1,
         "sampling": SamplingParams(),
-        **members,
+        **fields,
     }
-    return AddRequest(token_ids=ids, **members)
+    return AddRequest(token_ids=ids, **fields)
 
 
 def test_prefix_is_charged_to_another_prompt_after_an_abort():

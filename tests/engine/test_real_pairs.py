@@ -27,8 +27,8 @@ GEOMETRIES = [
 ]
 
 
-def run_pair(pair: RealPair, prompt: list[int], **members: object) -> MemoryTransport:
-    request = add("r", prompt, NUM_TOKENS, SamplingParams(temperature=0.0), **members)
+def run_pair(pair: RealPair, prompt: list[int], **fields: object) -> MemoryTransport:
+    request = add("r", prompt, NUM_TOKENS, SamplingParams(temperature=0.0), **fields)
     return pair.prefill_and_decode(request)
 
 

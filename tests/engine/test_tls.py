@@ -147,7 +147,9 @@ INVALID_BODIES: tuple[Any, ...] = (
         ({"tls_ca": None}, "certificate verify failed"),
     ],
 )
-async def test_proxy_that_is_not_trusted_reports_why(options, reason, tokenizer, pairs):
+async def test_server_health_gives_the_reason_if_a_key_or_certificate_is_refused(
+    options, reason, tokenizer, pairs
+):
     keys = {"admin_key": (SecretStr(SERVER),)}
     async with serving(tokenizer, **tls_options(pairs[0]), **keys) as server:
         url = server.http.base_url

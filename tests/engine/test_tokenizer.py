@@ -260,7 +260,7 @@ def test_eos_comes_from_the_file_with_the_highest_precedence(
         # The id 99,999 is in the padding of the model's vocabulary.
         ({"vocab_size": 100_000}, [5, 5, 99_999], (5, 99_999), ()),
         ({"text_config": {"vocab_size": 300}}, [-1, 5], (5,), (-1,)),
-        # Without `vocab_size`, the size of the tokenizer's vocabulary counts.
+        # Without `vocab_size`, the limit is the size of the tokenizer's vocabulary.
         ({}, [5, 1 << 40], (5,), (1 << 40,)),
     ],
 )

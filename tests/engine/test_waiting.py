@@ -14,8 +14,8 @@ from protocol.messages import ResumedChoice
 from tests.rigs.shadow import add, assert_all_blocks_free, make_core, run_until_idle
 
 
-def make_sequence(num_tokens: int, priority: int = 0, **members: Any) -> Sequence:
-    request = add("", [0] * num_tokens, 1, priority=priority, **members)
+def make_sequence(num_tokens: int, priority: int = 0, **fields: Any) -> Sequence:
+    request = add("", [0] * num_tokens, 1, priority=priority, **fields)
     return Sequence.from_request(request)
 
 

@@ -86,7 +86,7 @@ def step_of(
     context_lens: Sequence[int],
     sampling: SamplingParams = GREEDY,
     num_groups: int = 1,
-    **members: Any,
+    **fields: Any,
 ) -> StepInput:
     """Returns a step of the first len(parts) sequences of PROMPTS. Each samples a
     token.
@@ -101,19 +101,19 @@ def step_of(
         block_tables=tables_for(160, num_groups)[: len(parts)],
         sampled_sequences=np.arange(len(parts), dtype=np.int32),
         sampling=[sampling] * len(parts),
-        **members,
+        **fields,
     )
 
 
 def step_at(
-    index: int, parts: list[list[int]], sampling: SamplingParams, **members: Any
+    index: int, parts: list[list[int]], sampling: SamplingParams, **fields: Any
 ) -> StepInput:
     """Returns step `index` of the continuation of PROMPTS.
 
     Step 0 computes the prompts. Later steps compute `parts`.
     """
     context_lens = [len(prompt) + index for prompt in PROMPTS]
-    return step_of(parts if index else PROMPTS, context_lens, sampling, **members)
+    return step_of(parts if index else PROMPTS, context_lens, sampling, **fields)
 
 
 # Placeholders for tokens that the previous step samples. That step is still in flight.

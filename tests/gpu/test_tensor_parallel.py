@@ -50,7 +50,7 @@ def _folder(name: str) -> Path:
 
 
 def _run_rank(
-    rank: int, num_ranks: int, meetings: dict[str, str], results: Any
+    rank: int, num_ranks: int, rendezvous_files: dict[str, str], results: Any
 ) -> None:
     groups = {}
     runners = []
@@ -59,7 +59,7 @@ def _run_rank(
         "dcp": {"dcp": num_ranks},
         "ep": {"ep": num_ranks},
     }
-    for kind, file in meetings.items():
+    for kind, file in rendezvous_files.items():
         groups[kind] = Parallel.connect(
             rank, num_ranks, rendezvous_file=file, device=f"cuda:{rank}", **sizes[kind]
         )
@@ -73,14 +73,15 @@ def _run_rank(
         assert runner.graphs is not None
         tokens, logits = decode(runner, NUM_STEPS)
         masked = continue_masked(runner, NUM_STEPS, RESTRICTED_SAMPLING)
-        # Destroying a group that graphs refer to would block.
-        runners.append(runner)
+        runners.append(runner)  # keeps its graphs until the process exits
         outputs = (tokens, logits.cpu().numpy()) if rank == 0 else ()
         results.put((name, kind, rank, outputs, masked))
     results.close()
     results.join_thread()
     torch.cuda.synchronize()
-    os._exit(0)  # as a rank process of an engine does
+    # Exit as a rank process of an engine does. Destroying the groups would block while
+    # CUDA graphs refer to them.
+    os._exit(0)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -97,12 +98,16 @@ def continued(
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA GPUs")
     results = context.Queue()
-    meetings = {kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _KINDS}
+    rendezvous_files = {
+        kind: str(tmp_path_factory.mktemp("group") / kind) for kind in _KINDS
+    }
     for name, _ in _JOBS:
         # This trains the model if needed, so that the ranks need not wait for it.
         _folder(name)
     ranks = [
-        context.Process(target=_run_rank, args=(rank, num_ranks, meetings, results))
+        context.Process(
+            target=_run_rank, args=(rank, num_ranks, rendezvous_files, results)
+        )
         for rank in range(num_ranks)
     ]
     for process in ranks:

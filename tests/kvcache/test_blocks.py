@@ -38,13 +38,17 @@ def test_allocating_too_many_blocks_raises_an_error_with_both_numbers():
         BlockAllocator(5).allocate(5)
 
 
-def test_new_and_released_blocks_are_allocated_in_ascending_order():
+def test_new_blocks_are_allocated_in_ascending_order():
     allocator = BlockAllocator(10)
-    first = allocator.allocate(4)
-    assert first == [1, 2, 3, 4]
+    assert allocator.allocate(4) == [1, 2, 3, 4]
     assert allocator.allocate(3) == [5, 6, 7]
-    allocator.release(first)
-    assert allocator.allocate(4) == first
+
+
+def test_released_blocks_are_reused_before_new_blocks_in_the_order_of_release():
+    allocator = BlockAllocator(10)
+    allocator.allocate(4)
+    allocator.release([3, 1])
+    assert allocator.allocate(3) == [3, 1, 5]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ MARKS: dict[str, Rule] = {
 class AllocatorMachine(RuleBasedStateMachine):
     """Random transitions of random blocks, legal or not, compared with ModelBlock."""
 
-    # Most lists have a single id out of few, so that many transitions are of the same
+    # Most lists contain one id from 1 to 3, so that many transitions concern the same
     # block. Some ids do not exist.
     single = st.integers(1, 3).map(lambda block: [block])
     ids = single | single | st.lists(st.integers(-1, 13), min_size=1, max_size=5)

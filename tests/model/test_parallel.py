@@ -56,7 +56,9 @@ def cases(tmp_path_factory):
 
 
 def observe(case: dict, parallel: Parallel) -> dict:
-    """Returns greedy tokens, the last logits and this rank's number of KV heads."""
+    """Returns greedy tokens, the logits of the prompt's last two tokens, and this
+    rank's number of KV heads.
+    """
     folder = Path(case["folder"])
     options = {
         "dtype": torch.float32,
@@ -74,7 +76,9 @@ def observe(case: dict, parallel: Parallel) -> dict:
     return {"ids": greedy(model, PROMPT, 16), "logits": logits, "kv_heads": kv_heads}
 
 
-def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list[dict]]:
+def run_ranks(
+    size: int, cases: list[dict], rendezvous_file: Path, ep: int
+) -> list[list[dict]]:
     """Runs the ranks of a group in threads.
 
     Returns:
@@ -82,7 +86,9 @@ def run_ranks(size: int, cases: list[dict], meeting: Path, ep: int) -> list[list
     """
 
     def run(rank: int) -> list[dict]:
-        parallel = Parallel.connect(rank, size, rendezvous_file=str(meeting), ep=ep)
+        parallel = Parallel.connect(
+            rank, size, rendezvous_file=str(rendezvous_file), ep=ep
+        )
         results = [observe(case, parallel) for case in cases]
         parallel.close()
         return results

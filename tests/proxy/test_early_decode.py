@@ -169,11 +169,11 @@ async def test_refused_offer_is_followed_by_the_prefill_servers_params(
             pass
 
 
-@pytest.mark.parametrize("fails", [drops, fails(503, "x"), fails(503, "engine_died")])
-async def test_server_without_early_decode_gets_the_prefill_servers_params(fails):
+@pytest.mark.parametrize("failure", [drops, fails(503, "x"), fails(503, "engine_died")])
+async def test_server_without_early_decode_gets_the_prefill_servers_params(failure):
     """For example, a server of another version does not support early decode legs."""
     async with early_rig(
-        [fake(prefills)], [fake(fails), fake(decodes, subscribes=0)]
+        [fake(prefills)], [fake(failure), fake(decodes, subscribes=0)]
     ) as rig:
         response = await rig.client.post("/v1/completions", json=BODY)
         assert response.json() == {"text": "onetwo"}
@@ -181,7 +181,7 @@ async def test_server_without_early_decode_gets_the_prefill_servers_params(fails
 
 
 @pytest.mark.parametrize(
-    ("details", "members"),
+    ("details", "body_fields"),
     [
         ({"subscribes": 0}, {}),  # a server of another version
         ({"side_channel_port": None}, {}),
@@ -191,19 +191,23 @@ async def test_server_without_early_decode_gets_the_prefill_servers_params(fails
     ids=str,
 )
 async def test_decode_leg_follows_the_prefill_leg_if_it_cannot_start_early(
-    details, members
+    details, body_fields
 ):
     async with early_rig(
         [fake(prefills, **details)], [fake(decodes, **details)]
     ) as rig:
-        response = await rig.client.post("/v1/completions", json=BODY | members)
+        response = await rig.client.post("/v1/completions", json=BODY | body_fields)
         assert response.json() == {"text": "onetwo"}
         (decode_call,) = rig.decode[0].calls
         assert params_of(decode_call) == LENT
 
 
-def fails_in_turn(*outcomes: Behave) -> list[Fake]:
-    """Return decode servers. The n-th request to any of them gets the n-th outcome."""
+def decode_servers_sharing_outcomes(*outcomes: Behave) -> list[Fake]:
+    """Return decode servers that share a list of outcomes.
+
+    The n-th request, to any of the servers, gets the n-th outcome. There is one server
+    more than there are outcomes.
+    """
     remaining_outcomes = iter([*outcomes, *[fails(500, "one_too_many")] * 9])
     num_servers = len(outcomes) + 1
     return [
@@ -235,7 +239,7 @@ async def test_number_of_decode_servers_that_get_a_request_is_limited(
     If all fail, the prefill server's KV is released.
     """
     prefill = fake(prefills)
-    decode = fails_in_turn(*outcomes)
+    decode = decode_servers_sharing_outcomes(*outcomes)
     async with early_rig([prefill], decode, max_resumes=max_resumes) as rig:
         body = (await rig.client.post("/v1/completions", json=BODY)).json()
         assert answer in (body.get("text"), body.get("error", {}).get("code"))

@@ -1,4 +1,4 @@
-"""A clock that tests can skip and stop."""
+"""A clock that tests can move forward, stop and continue."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Real servers as processes, for end-to-end tests. They end with the test, also if it
+"""Real servers as processes, for end-to-end tests. They end with the test, even if it
 fails.
 """
 

@@ -63,10 +63,12 @@ _Holds = list[Hold]
 
 
 class Cutter:
-    """Relays connections to a port until `close`.
+    """Relays connections to a port until `close`. A test can cut all connections, or
+    stop a request at its `Hold`.
 
     Args:
-        holds: maps a request id to its hold.
+        port: the first value of `target`.
+        holds: maps the id of a request to the point at which it is stopped.
 
     Attributes:
         target: the port to which new connections go.
@@ -208,7 +210,10 @@ class Cutter:
 
 @contextlib.contextmanager
 def _ending(*ends: socket.socket) -> Iterator[None]:
-    """Shut down all `ends` when the block ends, also by an OSError of one of them."""
+    """Shut down all `ends` when the block ends.
+
+    An OSError ends the block and is suppressed.
+    """
     with contextlib.suppress(OSError):
         yield
     for end in ends:

@@ -95,7 +95,7 @@ class FakeCoordinator:
     def is_idle(self) -> bool:
         return not (self._events or self._pulls or self._awaited)
 
-    # -- methods that the borrower calls
+    # -- methods that the engine's Borrower calls
 
     def can_pull_from(self, remote: RemotePrefill) -> bool:
         return remote.engine_id in self._ready

@@ -2,7 +2,7 @@
 
 The patches add what the interpreter lacks and correct what it does differently from a
 GPU. Triton reads TRITON_INTERPRET when it is first imported. Processes that use this
-module must have TRITON_INTERPRET=1, as in `make test-all`.
+module must have TRITON_INTERPRET=1, which `make test-all` sets.
 """
 
 import os
@@ -16,7 +16,7 @@ import torch
 triton = pytest.importorskip("triton", reason="needs the extra `kernels`")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
-        "needs TRITON_INTERPRET=1, as of `make test-all`", allow_module_level=True
+        "needs TRITON_INTERPRET=1, which `make test-all` sets", allow_module_level=True
     )
 
 import triton.language as tl  # noqa: E402

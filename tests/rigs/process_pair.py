@@ -1,5 +1,5 @@
 """Child processes that use NIXL: a prefill side, a rank of a decode side, a process
-with readable memory, or any program.
+whose memory other processes can read, or any program.
 
 The children are forked from a process that has imported torch, because the import takes
 longer than most tests. That process has no NIXL agent, because UCX reads the
@@ -101,7 +101,9 @@ class Child(Forked):
 
 
 class MemoryPeer(Forked):
-    """A process with readable memory that holds `pattern(nbytes)`."""
+    """A process whose memory other processes can read through NIXL. The memory holds
+    `pattern(nbytes)`.
+    """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(_serve_memory, nbytes)

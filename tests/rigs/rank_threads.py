@@ -89,13 +89,13 @@ class Ranks:
 
 
 def _runner(
-    rank: int, *, size: int, dcp: int, meeting: str, **options: Any
+    rank: int, *, size: int, dcp: int, rendezvous_file: str, **options: Any
 ) -> ModelRunner:
     model = ensure_model("gqa")
     config = make_config(
         model_dir=str(model), role="decode", tp=size, dcp=dcp, **options
     )
-    parallel = Parallel.connect(rank, size, rendezvous_file=meeting, dcp=dcp)
+    parallel = Parallel.connect(rank, size, rendezvous_file=rendezvous_file, dcp=dcp)
     return ModelRunner(config, load_config(model), parallel)
 
 
@@ -118,7 +118,12 @@ def ranks(size: int, dcp: int = 1, **options: Any) -> Iterator[Ranks]:
         stack.callback(lambda: _close(runners))
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(size)]
         folder = stack.enter_context(TemporaryDirectory())
-        options = {"size": size, "dcp": dcp, "meeting": f"{folder}/group", **options}
+        options = {
+            "size": size,
+            "dcp": dcp,
+            "rendezvous_file": f"{folder}/group",
+            **options,
+        }
         futures = [
             thread.submit(_runner, rank, **options)
             for rank, thread in enumerate(threads)

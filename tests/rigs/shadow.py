@@ -457,7 +457,7 @@ def add(
     prompt: Sequence[int],
     max_tokens: int,
     sampling: SamplingParams | None = None,
-    **members: object,
+    **fields: object,
 ) -> AddRequest:
     """Return a request for `EngineCore`."""
     return AddRequest(
@@ -465,7 +465,7 @@ def add(
         token_ids=list(prompt),
         sampling=sampling or SamplingParams(temperature=0.0),
         max_tokens=max_tokens,
-        **members,  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
     )
 
 

@@ -158,7 +158,7 @@ def test_cached_tokens_are_those_that_neither_server_computed(
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_hung_peer_takes_only_a_part_of_the_pool(make_pair, aborted):
-    """A part of the pool stays free, also if the clients of hung pulls disconnect."""
+    """A part of the pool stays free, even if the clients of hung pulls disconnect."""
     pair = make_pair(p_block_size=8, settings=LONG_PULL_TIMEOUT)
     pair.d.movers.stall()
     names = {}

@@ -121,9 +121,9 @@ class FenceMachine(RuleBasedStateMachine):
         which subscribe to the prompt.
         """
         name = f"prompt {len(self.leases)}"
-        members = {"lease_id": "", "lease_s": 10.0, "block_ids": [], "num_tokens": 32}
+        fields = {"lease_id": "", "lease_s": 10.0, "block_ids": [], "num_tokens": 32}
         remote = replace(
-            REMOTE, incarnation=self.engine.incarnation, transfer_id=name, **members
+            REMOTE, incarnation=self.engine.incarnation, transfer_id=name, **fields
         )
         self.leases.append((self.engine, remote))
         self.engine.growing[name] = []

@@ -257,7 +257,9 @@ def test_wrong_secret_fails_the_handshake_at_once(rig):
     assert prefill.server.counters()["refused"] >= 1
 
 
-def test_silent_address_times_out_and_is_remembered_for_its_backoff(rig, port):
+def test_handshake_without_an_answer_fails_and_its_error_is_repeated_during_backoff(
+    rig, port
+):
     settings = {"handshake_timeout_s": 0.3, "backoff_min_s": 1000.0}
     prefill = rig(Prefill, port=port)
     decode = rig(Decode, settings=settings)

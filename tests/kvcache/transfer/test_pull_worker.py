@@ -91,18 +91,18 @@ def test_worker_ends_after_too_many_failed_rounds(rig, monkeypatch):
 class _Stuck(MemoryAgent):
     """An agent with READs that do not end before `resume`.
 
-    Posting a READ blocks until `stuck` is set.
+    Posting a READ blocks until `may_post` is set.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.posting = threading.Event()
-        self.stuck = threading.Event()
+        self.may_post = threading.Event()
         self.stall()
 
     def read(self, *args: Any, **options: Any) -> ReadHandle:
         self.posting.set()
-        self.stuck.wait()
+        self.may_post.wait()
         return super().read(*args, **options)
 
 
@@ -118,18 +118,18 @@ def test_stuck_thread_ends_the_rank_but_hanging_reads_do_not(rig, monkeypatch):
     rank.start()
     time.sleep(0.5)
     assert not ended  # an idle worker must not end
-    agent.stuck.set()
+    agent.may_post.set()
     rank.link.send(order(prefill, "a"))
     assert agent.posting.wait(DEADLINE_S)
     time.sleep(0.5)
     assert not ended and agent.active  # a hanging READ must not end the worker
-    agent.stuck.clear()
+    agent.may_post.clear()
     rank.link.send(order(prefill, "b"))
     rank.worker._watchdog.join(DEADLINE_S)
     (args,) = ended
     assert args.thread is rank.worker._watchdog and isinstance(args.thread, VitalThread)
     assert "pull-0 has made no progress" in str(args.exc_value)
-    agent.stuck.set()
+    agent.may_post.set()
     agent.resume()
     rank.close()
 

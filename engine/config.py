@@ -102,6 +102,6 @@ class EngineConfig(KVOptions, ModelOptions):
             "incarnation": self.incarnation,
             "side_channel_host": self.side_channel_advertise,
             # This engine makes offers, and subscribes to offers of other engines
-            # (protocol.kv_params.Offer).
+            # (protocol.kv_offers.Offer).
             "subscribes": 1,
         }

@@ -198,8 +198,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         resumed_choices: Per choice, the tokens that another server has already
             generated; empty for a new request.
         retain_kv: Prefill role: lease the KV and answer with kv_transfer_params.
-        transfer_id: Prefill role: the name under which other engines can subscribe to
-            the KV.
+        transfer_id: Prefill role: the id by which other engines can subscribe to the
+            KV.
         remote: Decode role: where to pull the prompt's KV from.
         hint: An engine that may hold the KV of the prompt's beginning. Not used if
             there is a `remote`.
@@ -255,8 +255,9 @@ class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
     """Releases the lease of a reference that no request will use (decode role).
 
-    The HTTP process sends this message if it has refused the request that had the
-    reference.
+    The HTTP process sends this message after refusing the request that had the
+    reference, if a resumed prompt has no choice left to generate, or for POST
+    /release_kv.
     """
 
     remote: RemotePrefill
@@ -296,7 +297,7 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transferred: int = 0  # pulled from another server, which confirmed the lease
     recomputed: int = 0  # computed by this server
     skipped: int = 0  # found in this server's prefix cache
-    cached_tokens: int = 0  # computed by no server for this request
+    cached_tokens: int = 0  # computed neither here nor on the prefill server
     prefill_transferred: int = 0
     prefill_recomputed: int = 0
     prefill_skipped: int = 0
@@ -363,8 +364,8 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     """The events since the previous Outputs message.
 
     Attributes:
-        compiled: Ids of the requests with grammars that have since been compiled. These
-            requests now wait for the scheduler.
+        compiled: Ids of the requests whose grammars were compiled since the previous
+            Outputs message. These requests now wait for the scheduler.
     """
 
     deltas: list[TokenDelta]

@@ -59,7 +59,7 @@ class Spec:
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
-    # "any": servers and proxies count the metric.
+    # "any": servers and proxies expose the metric, each for its own process.
     origin: Literal["server", "engine", "proxy", "any"]
     help: str
     labels: tuple[str, ...] = ()
@@ -300,10 +300,10 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """The metrics that one application counts itself, and those of its engine.
+    """The metrics of a proxy, or of a server's HTTP process and its engine.
 
     Args:
-        origin: The kind of application.
+        origin: The kind of process that has this object.
     """
 
     version = VERSION  # in `baton_build_info` and GET /version

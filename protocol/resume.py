@@ -50,7 +50,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that a response depends on besides its request and its tokens.
+    """The values with which another server continues a response.
+
+    With them, the other server generates the same tokens, or detects that it cannot.
 
     Attributes:
         id: The id of the response.
@@ -197,7 +199,9 @@ class Frames:
 
 
 class FrameHistory:
-    """The texts of the frames that the proxy has passed on to the client.
+    """The texts of a response's frames.
+
+    A text is added once the events of its frame, if any, have been sent to the client.
 
     Attributes:
         is_complete: False after texts were dropped. The stream then cannot move to

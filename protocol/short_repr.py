@@ -18,9 +18,10 @@ def short_repr(value: Any, limit: int = 80) -> str:
 
 
 def _encode_beginning(value: Any, limit: int, ensure_ascii: bool) -> str:
-    """Returns the beginning of the JSON text of `value`.
+    """Returns the JSON text of `value`, or only its beginning if it is too long.
 
-    If the text is longer than `limit`, the result has more than `limit` characters.
+    The encoding stops once the text exceeds `limit`. A result with more than `limit`
+    characters therefore tells the caller that the text must be cut.
     """
     text = ""
     value = value[: limit + 1] if isinstance(value, str) else value

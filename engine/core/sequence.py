@@ -256,7 +256,7 @@ class Sequence:
             self.num_awaited -= drew
 
     def seal_prompt(self, sealed: RemotePrefill, *, is_usable: bool) -> None:
-        """Stores the first tokens of an offer (protocol.kv_params.Offer), once the
+        """Stores the first tokens of an offer (protocol.kv_offers.Offer), once the
         other engine has computed the prompt.
 
         Args:

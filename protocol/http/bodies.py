@@ -1,7 +1,7 @@
 """Reads the bodies of requests, and limits their total size in a process.
 
-protocol/http/connections.py stores the state of a connection in an extension of ASGI's
-scope; see `connection_state`.
+protocol/http/connections.py passes the `Bodies`, the transport and the refusal of a
+request through an extension of ASGI's scope; see `connection_state`.
 """
 
 import asyncio

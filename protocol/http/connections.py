@@ -96,7 +96,9 @@ class _BoundedHttp(HttpToolsProtocol):
         self._is_in_body = False
         self._is_given_up = False  # the rest of the arriving body will be dropped
         self._keeps_alive = True  # the connection stays open after the current request
-        self._head_bytes = 0  # bytes of the head, or of excessive chunk framing
+        # Bytes of the head. Within a body: bytes of chunk framing beyond
+        # _MAX_FRAMING_RATIO per byte of the body.
+        self._head_bytes = 0
         self._piece_bytes = 0  # bytes that have arrived since the timeout began
         self._dropped_bytes = 0
         self._running: RequestResponseCycle | None = None  # the request being served

@@ -301,9 +301,9 @@ class KVOptions(EngineOptions, LinkOptions):
     --tp)"""
     itl_target_s: Seconds | None = None
     """target time between the tokens of a stream while prompts are computed. Prompts
-    are split into chunks that meet this target (s; None: on GPU 0.025 while
-    prefill servers compute prompts for this server, else no target; on CPU 0.5; steps
-    may exceed these defaults while prompts wait)
+    are split into chunks that meet this target. Steps may exceed the default target
+    while prompts wait (s; None: on CPU 0.5; on GPU 0.025 while prefill servers compute
+    the prompts of this server, else no target)
     """
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """reaction to a failed KV pull. recompute: compute the prompt on this server; fail:

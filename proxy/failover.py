@@ -28,7 +28,7 @@ OUTCOMES = ("resumed", "lost_again", "failed", "limit_reached", "not_resumable")
 
 @dataclass(eq=False)
 class UpstreamLost(Exception):
-    """A decode server did not complete an answer.
+    """A decode server did not complete an answer: it failed, or handed the answer over.
 
     Attributes:
         error: the client gets this error if no other server continues.
@@ -47,10 +47,11 @@ class UpstreamLost(Exception):
 
 
 class FailoverState:
-    """The lost servers of one request, and whether another server may continue.
+    """The servers that failed one request, and whether another may continue it.
 
     Args:
-        limit: how many servers may be lost during the request.
+        limit: how many servers may fail during the request. Servers that hand the
+            request over do not count.
         secret: secret of the cluster; if empty, a stream that has begun cannot continue
             at another server.
 
@@ -115,8 +116,8 @@ class FailoverState:
     ) -> bool:
         """Count a loss; return whether another server may continue.
 
-        The lost server, and those of `servers` that would refuse to continue, are added
-        to `avoided`.
+        The server that did not complete the answer, and those of `servers` that would
+        refuse to continue, are added to `avoided`.
         """
         self.count_outcome("lost_again")
         self._uncounted_reason = loss.reason.value

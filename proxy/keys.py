@@ -59,8 +59,9 @@ class _Allowance:
     """The amount of a unit that a key may use per minute, and how much it has used.
 
     The full amount may be used at once. A request that needs more than that is admitted
-    while the full amount is available; later requests then wait longer. Amounts are
-    stored as the seconds after which they are available again.
+    while the full amount is available; later requests then wait longer. Only the time
+    at which the full amount is available again is stored; using an amount moves this
+    time into the future.
     """
 
     def __init__(self, unit: str, clock: Callable[[], float]) -> None:
@@ -252,10 +253,15 @@ def _read_lines(path: str) -> Iterator[tuple[str, KeyLine]]:
         stripped = text_line.strip()
         if stripped and not stripped.startswith(b"#"):
             lines.append((number, stripped))
-    if not lines or len(text) > MAX_FILE_BYTES or len(lines) > MAX_KEYS:
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(
+            f"{option} has more than {MAX_FILE_BYTES} bytes, which is the limit; "
+            "remove keys"
+        )
+    if not lines or len(lines) > MAX_KEYS:
         raise ValueError(
             f"{option} has {len(lines)} keys; it must have at least one, and at most "
-            f"{MAX_KEYS} keys and {MAX_FILE_BYTES} bytes: {_FIX}"
+            f"{MAX_KEYS}: {_FIX}"
         )
     for number, json_text in lines:
         location = f"{option} line {number}"

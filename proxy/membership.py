@@ -189,8 +189,8 @@ class Pool:
 
         Args:
             turn_key: servers take turns for requests with the same key. With a single
-                key, all long requests of a client that alternates long and short
-                requests could reach the same server.
+                key, a client that alternates two types of requests could send all
+                requests of one type to the same server.
             choose_server: chooses one of the given servers, which are in the order of
                 their turns.
         """

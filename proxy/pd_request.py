@@ -186,7 +186,7 @@ class PDRequest(RequestLegs):
     # generation and failover
 
     async def _generate(self, decode_only: DecodeOnly | None) -> None:
-        """Generate the answer, and continue it if a decode server is lost.
+        """Generate the answer, and continue it if a decode server did not complete it.
 
         Another decode server can continue, because what follows depends only on the
         request and the tokens so far.
@@ -231,12 +231,12 @@ class PDRequest(RequestLegs):
     async def _continue_after(
         self, loss: UpstreamLost, decode_only: DecodeOnly | None
     ) -> None:
-        """Continue an answer after the loss of its decode server."""
+        """Continue an answer that its decode server did not complete."""
         self._trace.decode_only = "-"
         digest = loss.server.health.kv_digest
         if loss.params is not None:
-            # The lost server lends the KV. If no other server is ready, the lender
-            # itself continues, if it still runs.
+            # The server handed the answer over and lends its KV. If no other server is
+            # ready, that server continues the answer itself, if it still runs.
             prefilled = _PrefilledDecode(
                 loss.server, loss.params, self._model_pool.readers_of(digest)
             )
@@ -259,7 +259,8 @@ class PDRequest(RequestLegs):
         """Generate the answer, or the rest of an answer after a loss.
 
         Raises:
-            UpstreamLost: a decode server was lost, and another server may continue.
+            UpstreamLost: a decode server did not complete the answer, and another
+                server may continue.
             BatonError: the error for the client.
         """
         pool = self._model_pool

@@ -57,7 +57,7 @@ class RequestTrace:
         started_at: when the request had been read completely.
         prefill_s: seconds from `started_at` until the prefill server had answered.
         legs: names of the servers that were tried, and after how many seconds.
-        num_lost: number of decode servers that were lost while they had the request.
+        num_lost: number of decode servers that failed while they had the request.
         num_moved: how often a decode server handed the request over.
         first_byte_s: seconds from `started_at` until the first byte of the answer.
     """
@@ -93,7 +93,8 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self._held = bytearray()
-        self._last_text = b""  # the latest events that were returned, without [DONE]
+        # The latest events that `feed` or `rest` returned, without [DONE].
+        self._latest_events = b""
         self._is_done = False
 
     def feed(self, data: bytes) -> bytes:
@@ -124,9 +125,9 @@ class EventBuffer:
         return self._track_end(passed)
 
     def _track_end(self, passed: bytes) -> bytes:
-        if text := passed.rstrip():
-            self._is_done = text.endswith(_DONE)
-            self._last_text = text.removesuffix(_DONE) or self._last_text
+        if events := passed.rstrip():
+            self._is_done = events.endswith(_DONE)
+            self._latest_events = events.removesuffix(_DONE) or self._latest_events
         return passed
 
     @property
@@ -143,8 +144,8 @@ class EventBuffer:
         return last.startswith(_ERROR_EVENTS) or _is_error(last)
 
     def _last_event(self) -> bytes:
-        text = self._last_text.replace(b"\r\n", b"\n").strip()
-        return text[text.rfind(b"\n\n") + 1 :].strip()
+        events = self._latest_events.replace(b"\r\n", b"\n").strip()
+        return events[events.rfind(b"\n\n") + 1 :].strip()
 
 
 class Migrated(UpstreamError):
@@ -183,7 +184,8 @@ class FramedEvents(EventBuffer):
         self._frame_history = frame_history
         self._frames = Frames()
         self._meter = meter
-        self._unsent_texts = b""  # texts of frames with events that may be unsent
+        # Texts of the frames from which the client may not have been sent all events.
+        self._unsent_texts = b""
         self._migrated: Migrated | None = None
 
     def feed(self, data: bytes) -> bytes:

@@ -17,7 +17,8 @@ class Assignment:
         computes: the server has yet to compute the prompt.
         prefill_s: estimated seconds for computing the prompt; 0 if it is not computed.
         expected_end_at: estimated end of the computation, minus the server's
-            `total_delay_s` at the start of the leg.
+            `total_delay_s` at the start of the leg. Adding the current `total_delay_s`
+            gives the end that is expected now.
         started_at: when the leg was assigned.
         new_blocks: hashes of the blocks that the server computes, each with the
             server's index.

@@ -1,8 +1,8 @@
 """Estimates the load of the servers from this proxy's requests and their answers.
 
-Servers report their speed and KV capacity, but not their queues. Several proxies share
-no estimates: the requests of other proxies lengthen the times that this proxy measures.
-This module does no I/O.
+Servers report their speed and KV capacity, but not their queues. Proxies do not share
+estimates. This proxy notices the requests of other proxies only because they lengthen
+the times that it measures. This module does no I/O.
 """
 
 import time
@@ -200,8 +200,8 @@ class LoadTracker:
         if not self.pulls:
             return []
         index = self.loads[server].index
-        # Blocks that are not computed yet do not count, not even those of `server`
-        # itself, which may have to pull them, too.
+        # Pending blocks do not count, not even the pending blocks of `server`: it may
+        # have to pull those from a lender as well.
         computed = {
             i: self._computed_depth(profile, i, depth)
             for i, depth in self._depths(profile).items()

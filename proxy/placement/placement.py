@@ -44,17 +44,18 @@ PULL_TOKEN_S = 5e-6
 # Fitted: without this term, the share of good requests in the row "open loop at 24/s",
 # 1P1D, is 0.33 instead of 0.87.
 PATIENCE_S = 0.7
-# Seconds of cost for each running stream, however short the prompt is: a step with a
-# prompt is launched kernel by kernel, so it has a minimum duration. Fitted: with 0.006,
-# the share of good requests in the row "agents", 2P2D, is 0.68 instead of 0.81. With
-# 0.02, the first token in the row "Azure 15 x, 2P2D" takes 0.32 instead of 0.28 s.
+# Minimum cost in seconds for each running stream that a prompt interrupts: a step with
+# a prompt is launched kernel by kernel, so even a short prompt takes this long. Fitted:
+# with 0.006, the share of good requests in the row "agents", 2P2D, is 0.68 instead of
+# 0.81. With 0.02, the first token in the row "Azure 15 x, 2P2D" takes 0.32 instead of
+# 0.28 s.
 INTERRUPTION_S = 0.016
 # Interrupting more streams than this costs as much as interrupting this many. Fitted:
 # without this limit, the first token in the row "Azure 15 x, 2P2D" takes 0.95 instead
 # of 0.28 s.
 MAX_COUNTED_STREAMS = 32
 # Seconds of cost per running stream, for each second of prefill. Fitted: with 0, the
-# first token in the row "Azure 15 x", 1P3D, takes 0.34 instead of 0.07 s.
+# first token in the row "Azure 15 x, 1P3D" takes 0.34 instead of 0.07 s.
 STREAM_DELAY_WEIGHT = 0.15
 
 _kv_tokens = attrgetter("kv_tokens")

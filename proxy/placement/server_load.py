@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from proxy.placement.request_profile import NUM_SIZE_CLASSES, RequestProfile
 
 USUAL_STEP_S = 0.025  # default of --itl-target-s, the limit for a step with streams
-STEP_TOKENS = 8192  # prompt tokens in a step; a started step delays short prompts too
+# Prompt tokens in a step. Even a short prompt waits until the running step ends.
+STEP_TOKENS = 8192
 # The engine starts a prompt before queued prompts that are 4 times as long. The
-# estimates count this only from this many size classes (64 times as long), where the
-# short prompt hardly delays the long prompts.
+# estimates assume this only for queued prompts that are at least this many size classes
+# longer (64 times as long), because a short prompt hardly delays those.
 SKIPPED_CLASSES = 6
 STREAMS_PER_DOUBLING = 96.0  # this many streams make a step take about twice as long
 MIN_PROMPT_SHARE = 0.2  # while streams run, prompts get at least this share of the time

@@ -24,9 +24,10 @@ PROGRAMS: dict[Kind, tuple[str, ...]] = {
     "decode": (sys.executable, "-m", "decode_server"),
     "proxy": (sys.executable, "-m", "proxy"),
 }
-# Each server may use at least this many cores, even if servers then share cores: with
-# half of the cores, the time to first token would double, and prefill and decode
-# servers are rarely busy at the same time.
+# By default, each server uses at least this many cores, or all cores if there are
+# fewer, even if servers then share cores. If two servers divided the cores of a small
+# machine instead, the time to first token would double. Sharing costs little, because
+# prefill and decode servers are rarely busy at the same time.
 MIN_CORES_PER_SERVER = 4
 
 
@@ -48,9 +49,9 @@ def server_commands(
     Args:
         secret: The cluster secret. It is passed as an environment variable, which other
             users of this machine cannot read.
-        cores: CPU cores of this machine.
-        key: The API key with which the proxy calls the servers; None if the cluster has
-            no API keys.
+        cores: CPU cores that this process may use.
+        key: The API key with which the proxy calls the servers. It is one of the
+            servers' admin keys. None if the cluster has no API keys.
     """
     commands = []
     admin_keys = [key] if key else []
@@ -61,7 +62,8 @@ def server_commands(
         argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
         for index in range(group.count):
             # If the group has `tp` devices, its servers share them. If it has more,
-            # each server has `tp` devices of its own.
+            # each server has `tp` devices of its own. Without devices, no --devices is
+            # passed.
             devices = group.devices
             if len(devices) != group.tp:
                 devices = devices[index * group.tp : (index + 1) * group.tp]
@@ -99,10 +101,10 @@ def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
 
 
 def _options_of_group(group: BaseModel) -> set[str]:
-    """Returns the names of the options for which the group's value counts.
+    """Returns the names of the options that servers take from the group.
 
-    This value may be the group's default. `device` and `dtype` come from the cluster if
-    the group has None.
+    The group's value may be its default. Servers take the other options from the
+    cluster, including `device` and `dtype` if the group has None.
     """
     inherited = {name for name in ("device", "dtype") if getattr(group, name) is None}
     return type(group).model_fields.keys() - inherited
@@ -160,7 +162,7 @@ def _environment(**options: Sequence[str]) -> dict[str, str]:
 
 
 def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:
-    """Returns the CPU threads of each rank of a server that has no --threads."""
+    """Returns the default of --threads: the CPU threads of each rank of a server."""
     servers = settings.prefill.count + settings.decode.count
     share = min(cores, max(MIN_CORES_PER_SERVER, cores // servers))
     return max(1, share // tp)

@@ -54,7 +54,8 @@ class Link:
         target: torch device that pulls the KV.
         bytes_per_s: None if the transfer failed.
         reason: Why the transfer failed.
-        way: How UCX performed the reads; None if UCX did not report it.
+        way: The protocol and the transport by which UCX performed the reads; None if
+            UCX did not report them.
     """
 
     path: str
@@ -91,10 +92,10 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
                 seconds = min(decode.pull(size.tokens).seconds for _ in range(4))
                 decode.check()
                 gpus = {"gpu_here": target != "cpu", "gpu_there": source != "cpu"}
-                way = None if setup.mapped else ucx_log.read_between(**gpus)
+                ucx_read = None if setup.mapped else ucx_log.read_between(**gpus)
     except Exception as error:  # any failure is a result to report to the user
         return Link(path, source, target, None, str(error) or repr(error))
-    return Link(path, source, target, size.kv_bytes / seconds, way=way)
+    return Link(path, source, target, size.kv_bytes / seconds, way=ucx_read)
 
 
 def measure_links(host: Host, nbytes: int) -> list[Link]:
@@ -171,7 +172,9 @@ def _result_and_problem(link: Link) -> tuple[str, str | None]:
     problem = None
     if link.source != link.target and link.bytes_per_s < _SLOW_GPU_BYTES_PER_S:
         problem = f"{name}: KV goes through host memory, at {rate}. {GPU_FIX}"
-    remark = "; UCX does not report its method, so judge by the rate"
+    remark = (
+        "; UCX did not report its transport, so compare the rate with the hardware's"
+    )
     if link.path == "mapped":
         remark = ""
     return rate + remark, problem
@@ -183,7 +186,8 @@ def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
     If no path that `transfer` allows works, returns a phrase for the report instead.
 
     Args:
-        transfer: "auto" or "nixl", which are the defaults of --transfer.
+        transfer: The default of --transfer on this machine: "auto" with a GPU, "nixl"
+            without.
     """
     allowed_paths = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
     working_paths = (
@@ -191,7 +195,7 @@ def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
         for link in measured_links
         if link.path in allowed_paths and link.bytes_per_s is not None
     )
-    failure = "nothing: every pull would fail, and its tokens would be recomputed"
+    failure = "no path; every pull would fail, and servers would recompute the prompts"
     return next(working_paths, failure)
 
 

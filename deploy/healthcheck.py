@@ -47,11 +47,15 @@ def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
         key: The API key, if the server needs one.
 
     Raises:
-        OSError: No server responds, or the status is 400 or above.
+        OSError: No server responds, or the status is 400 or above. The message names
+            the URL.
     """
-    status, body = fetch(url, timeout_s, key)
+    try:
+        status, body = fetch(url, timeout_s, key)
+    except OSError as error:
+        raise OSError(f"{url}: {error}") from error
     if status >= 400:
-        raise OSError(f"HTTP status {status}")
+        raise OSError(f"{url}: HTTP status {status}")
     return body
 
 
@@ -79,7 +83,7 @@ def main() -> int:
     try:
         get(url, TIMEOUT_S)
     except OSError as error:
-        print(f"{url}: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -83,8 +83,8 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
             print_line("stopping")
         except (ClusterFailed, OSError) as error:
             reason = str(error)
-        # A server first drains its requests, then stops its engine. Each step may take
-        # the grace time.
+        # A server first drains its requests, then stops its engine. Each of the two may
+        # take up to the grace time.
         clean = lifecycle.terminate(cluster.children, 2 * settings.shutdown_grace_s + 1)
     if cluster.killed_by_user:
         return KILLED_BY_USER
@@ -281,7 +281,9 @@ def check_port(host: str, port: int) -> None:
     try:
         bind(host, port).close()
     except CannotListen as error:
-        hint = " (make serve PORT=...)" if str(error).endswith("--port") else ""
+        hint = (
+            " (with make: make serve PORT=...)" if str(error).endswith("--port") else ""
+        )
         raise ClusterFailed(f"{error}{hint}") from None
 
 
@@ -322,11 +324,14 @@ def example(endpoint: str, server: str, key: str | None) -> str:
 
     Args:
         endpoint: URL of the proxy.
-        server: URL of a server, which is queried for the model's name.
-        key: The API key for that server, if the cluster has API keys.
+        server: URL of a prefill or decode server, which is queried for the model's
+            name.
+        key: The API key with which `server` is queried. If given, the printed
+            command sends the user's key, $API_KEY.
 
     Raises:
-        OSError: The server does not respond in time.
+        OSError: `server` cannot be reached, does not respond in time, or responds with
+            an error status.
     """
     models = json.loads(get(f"{server}/v1/models", MODEL_TIMEOUT_S, key))
     name = str(models["data"][0]["id"])

@@ -193,7 +193,10 @@ def _with_dtype(side: GeometryT, auto_dtype: str) -> GeometryT:
 
 
 def _plan_values(plan: TransferPlan) -> dict[str, Any]:
-    """Returns the sizes and the cost of a plan as JSON-serializable values."""
+    """Returns what `baton plan` reports about a plan, as JSON-serializable values.
+
+    These are the P ranks, the path, the sizes, the estimated cost and the reason.
+    """
     reads = list(plan.reads)
     lengths = (
         np.concatenate([read.lengths for read in reads])
@@ -205,7 +208,7 @@ def _plan_values(plan: TransferPlan) -> dict[str, Any]:
         "run_bytes_min": int(lengths.min()),
         "run_bytes_median": int(np.median(lengths)),
         "run_bytes_max": int(lengths.max()),
-        # Each chunk of the staged path is one step. Other steps have no slot.
+        # Each chunk of the staged path is one step. Direct steps have no slot.
         "chunks": sum(step.slot is not None for step in plan.steps),
         "path": plan.path,
         "descriptors": plan.num_descriptors,
@@ -236,7 +239,7 @@ def text(report: dict[str, Any]) -> str:
         lines.append(
             _RANK.format(**{**rank, **sizes}, owners=_listed(rank["remote_ranks"]))
         )
-    idle = f"P ranks without a reader: {_listed(report['idle_p_ranks'])}"
+    idle = f"P ranks that no D rank reads from: {_listed(report['idle_p_ranks'])}"
     cost = f"{report['estimated_s_per_1000_tokens'] * 1e3:.3g} ms per 1,000 tokens"
     return "\n".join([*lines, idle, cost])
 

@@ -77,7 +77,7 @@ def test_reported_path_is_the_default_of_servers():
     assert "--transfer nixl (the default here) uses: nixl" in text(
         cpu_host, [FAST, SLOW], []
     )
-    assert used_path("nixl", [FAST]).startswith("nothing")
+    assert used_path("nixl", [FAST]).startswith("no path")
 
 
 def test_failed_link_has_a_reason():

@@ -434,7 +434,7 @@ KEY_LINE_START = '{"name": "a", "key": "12345678"'
             "line 1: the key of a is used twice",
         ),
         ('{"name": "api-key-1", "key": "12345678"}', "the name of api-key-1 is"),
-        (KEY_LINE_START + "}\n#" + "x" * (1 << 23), "at most 10000 keys"),
+        (KEY_LINE_START + "}\n#" + "x" * (1 << 23), "more than 8388608 bytes"),
         ('{"name": "\\ud800", "key": "12345678"}\xff', "line 1: "),
     ],
 )

@@ -273,10 +273,7 @@ def is_prefill_request(obj: object) -> bool:
 
 
 def transfer_id(obj: object) -> str | None:
-    """Returns the proxy's id of the prefill; None if it is absent or invalid.
-
-    The id serves to subscribe to the KV of the prefill, and to cancel the prefill.
-    """
+    """Returns the id for subscribing to a prefill or cancelling it; None if invalid."""
     name = obj.get("transfer_id") if isinstance(obj, dict) else None
     is_valid = isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID_CHARS
     return name if is_valid else None

@@ -39,6 +39,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 )
+PAGES_ABOUT_THE_CODE = [
+    "CONTRIBUTING.md",
+    "docs/design.md",
+    "docs/structures.md",
+    "docs/walkthrough.md",
+]
 # Options that the docs name but that are not Baton's: a placeholder, and options of
 # docker, argparse and pip.
 FOREIGN_OPTIONS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
@@ -89,6 +95,21 @@ def test_every_source_file_in_the_docs_exists(path):
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", path.read_text()))
     assert {
         name for name in named if not any(one.endswith(f"/{name}") for one in sources)
+    } == set()
+
+
+@pytest.mark.parametrize("name", PAGES_ABOUT_THE_CODE)
+def test_every_identifier_in_the_pages_about_the_code_exists(name):
+    sources = [one for one in ROOT.glob("[a-z]*/**/*.py") if one != Path(__file__)]
+    words = {word for one in sources for word in re.findall(r"\w+", one.read_text())}
+    text = (ROOT / name).read_text()
+    identifiers = set(re.findall(r"`(_?[A-Za-z]\w*(?:\.\w+)*)(?:\(\))?`", text))
+    is_file = re.compile(r"\.(py|md|js|json|ya?ml|toml)$").search
+    assert identifiers, "the pattern finds no identifier"
+    assert {
+        identifier
+        for identifier in identifiers
+        if not is_file(identifier) and identifier.rpartition(".")[2] not in words
     } == set()
 
 

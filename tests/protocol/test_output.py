@@ -1,6 +1,8 @@
 """Writing to standard streams never blocks, even if nothing reads the output."""
 
+import contextlib
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -32,10 +34,20 @@ def read_lines(reader: int, until: bytes) -> list[bytes]:
     raise AssertionError(f"no line {until!r}")
 
 
+def fill(writer: int) -> None:
+    """Writes empty lines to a pipe until it is full."""
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"\n" * select.PIPE_BUF)
+    os.set_blocking(writer, True)
+
+
 def test_full_queue_drops_and_counts_and_keeps_the_newest_lines(pipe):
     reader, writer = pipe
+    fill(writer)  # the queue's thread then writes nothing before lines are read
     queue = OutputQueue(writer, lambda n: f"dropped {n}", max_queued_bytes=100_000)
-    for _ in range(5000):  # 500 kB, which is more than the queue and the pipe can hold
+    for _ in range(5000):  # 500 kB, which is more than the queue can hold
         queue.put(LINE)
     queue.put(b"last line\n")
     assert queue.num_dropped > 2000

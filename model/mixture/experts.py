@@ -162,16 +162,18 @@ class Experts:
         pairs.append((torch.cat(residual_sums), expected[:2]))
         return torch.stack([relative_error(*pair) for pair in pairs])
 
-    def example(self, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
+    def example(
+        self, num_chosen: int, num_tokens: int = SELF_TEST_TOKENS
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns random arguments of a call, for self-tests of kernels."""
         count, hidden, _ = self._down.shape
         device = self._down.device
-        logits = torch.randn(SELF_TEST_TOKENS, self._num_experts, device=device)
+        logits = torch.randn(num_tokens, self._num_experts, device=device)
         # Half of the tokens go through as many experts of this rank as possible.
         logits[::2, self._first : self._first + count] += 9
         weights, experts = logits.topk(num_chosen)
         weights = 2 * weights.softmax(-1)
-        x = torch.randn(SELF_TEST_TOKENS, hidden, device=device)
+        x = torch.randn(num_tokens, hidden, device=device)
         x = F.rms_norm(x, (hidden,)).to(self._down.dtype)
         return x, weights, experts
 

@@ -14,6 +14,8 @@ from model.quantization.quantized import Quantized, Weight
 # Tokens that go through the experts at a time. The products of each token with each of
 # its experts are stored, so this bounds the memory of a step.
 _MAX_TOKENS: Final = 8192
+# Half of them go through the same experts. That is more than any `min_rows` of TILES.
+_SELF_TEST_TOKENS: Final = 320
 
 
 class PackedExperts:
@@ -149,11 +151,22 @@ def make_experts(
 
 
 def _deviations(packed: PackedExperts, experts: Experts, num_chosen: int) -> Tensor:
-    """Returns the errors of packed experts relative to `experts`, one for each tile."""
-    example = experts.example(num_chosen)
+    """Returns the errors of packed experts relative to `experts`, one for each item of
+    TILES."""
+    example = _uneven_example(experts, num_chosen)
     expected = experts(*example)
     errors = [
         relative_error(packed(*example, tiles=tiles), expected)
         for tiles in fused_ops.fp4_experts().TILES
     ]
     return torch.stack(errors)
+
+
+def _uneven_example(experts: Experts, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns random arguments of a call in which some experts have many rows.
+
+    Tiles with few rows run other code than full tiles, and a self-test must run both.
+    """
+    x, weights, chosen = experts.example(num_chosen, _SELF_TEST_TOKENS)
+    chosen[::2] = chosen[0]
+    return x, weights, chosen

@@ -6,6 +6,7 @@ import torch
 import tests.rigs.interpreted  # noqa: F401
 from model import fused_ops
 from model.config import parse_config
+from model.mixture import packed_experts
 from model.mixture.experts import Experts
 from model.mixture.packed_experts import PackedExperts
 from model.mixture.packed_experts import make_experts as make_routed_experts
@@ -211,3 +212,17 @@ def test_deviating_expert_kernels_are_logged_once_and_not_used(
     pairs = [make_experts(range(2), width, monkeypatch) for _ in range(2)]
     assert not any(experts.has_one_token_kernel for experts, _ in pairs)
     assert [message in line for line in caplog.messages] == [True]
+
+
+def test_self_test_of_mxfp4_experts_runs_full_tiles_and_small_ones():
+    weights = (torch.randn(TOTAL, 2 * 64, HIDDEN), torch.randn(TOTAL, HIDDEN, 64))
+    experts = Experts(*weights, num_chosen=EXPERTS_PER_TOKEN)
+    _, _, chosen = packed_experts._uneven_example(experts, EXPERTS_PER_TOKEN)
+    num_rows = chosen.flatten().bincount(minlength=TOTAL)
+    tiles = [tile for item in fused_ops.fp4_experts().TILES for tile in item[1:]]
+    for tile in tiles:
+        rest = num_rows % tile.rows
+        has_large_tile = (num_rows >= tile.rows) | (rest > tile.min_rows)
+        assert has_large_tile.any(), f"no expert fills {tile}"
+        if tile.min_rows < tile.rows:
+            assert ((rest > 0) & (rest <= tile.min_rows)).any(), tile

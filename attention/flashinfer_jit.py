@@ -41,6 +41,12 @@ def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
             backend, q_dtype, q_dtype, q_dtype, torch.int32, LATENT_DIM, ROPE_DIM, False
         )
         return {f"{backend} for latents": module}
+    # For each backend: the function that makes its module, and the dtype of its KV.
+    variants = {}
+    if not is_hopper or kv_dtype != q_dtype:
+        variants["fa2"] = (generators._gen_batch_prefill_primary_module, kv_dtype)
+    if is_hopper:
+        variants["fa3"] = (gen_batch_prefill_module, q_dtype)
     modules = {}
     for has_window, has_soft_cap in spec.kinds:
         features = []
@@ -49,11 +55,11 @@ def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
         if has_soft_cap:
             features.append("soft cap")
         suffix = " with " + " and ".join(features) if features else ""
-        if not is_hopper or kv_dtype != q_dtype:
-            modules[f"fa2{suffix}"] = generators._gen_batch_prefill_primary_module(
-                "fa2",
+        for backend, (generate, stored_dtype) in variants.items():
+            modules[f"{backend}{suffix}"] = generate(
+                backend,
                 q_dtype,
-                kv_dtype,
+                stored_dtype,
                 q_dtype,
                 torch.int32,
                 spec.head_dim,
@@ -62,20 +68,6 @@ def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
                 has_window,
                 has_soft_cap,
                 False,  # products of queries and keys are not summed in 16 bits
-            )
-        if is_hopper:
-            modules[f"fa3{suffix}"] = gen_batch_prefill_module(
-                "fa3",
-                q_dtype,
-                q_dtype,
-                q_dtype,
-                torch.int32,
-                spec.head_dim,
-                spec.head_dim,
-                _NO_POSITION_ENCODING,
-                has_window,
-                has_soft_cap,
-                False,
             )
     return modules
 

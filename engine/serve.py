@@ -70,6 +70,10 @@ def run_server(
     raise_file_limit()
     logger.info("settings %s", describe(settings))
 
+    if settings.nnodes > 1:
+        lifecycle.report_failure("--nnodes is not supported yet: use --nnodes 1")
+        return 1
+
     async def run() -> int:
         return await _Server(settings, module, hooks).run()
 

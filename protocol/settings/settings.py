@@ -31,6 +31,7 @@ from pydantic_settings import (
 
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, WILDCARDS, check_is_local
+from protocol.settings.node_options import NodeOptions
 from protocol.settings.options import (
     ApiKey,
     DecodeOptions,
@@ -83,7 +84,9 @@ class BatonSettings(Options, BaseSettings):
         return default_sources["env_settings"], default_sources["init_settings"]
 
 
-class EngineSettings(KVOptions, ModelOptions, RegisterOptions, BatonSettings):
+class EngineSettings(
+    NodeOptions, KVOptions, ModelOptions, RegisterOptions, BatonSettings
+):
     """The options that prefill and decode servers share. The defaults may differ."""
 
     port: Port = 8100

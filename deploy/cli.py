@@ -11,36 +11,102 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 from collections.abc import Sequence
 from pkgutil import resolve_name
+from typing import NamedTuple
 
 from protocol.process.logging import open_standard_streams
 
-USAGE = """usage: baton <command> [options]
 
-  up       a local cluster on this machine: prefill and decode servers, and the proxy
-  warm     download and compile what `up` needs with the same options, then exit
-  prefill  a prefill server
-  decode   a decode server
-  proxy    one endpoint in front of prefill and decode servers
-  plan     which transfer moves KV between two geometries, and why
-  models   the supported architectures, or whether a model is supported
-  doctor   how fast KV moves between servers on this machine, and what needs fixing
+class Command(NamedTuple):
+    """A subcommand.
 
-baton <command> --help explains every option. An option may also be given as a BATON_*
-variable, or in the file named by --config. baton --version prints the version."""
+    Attributes:
+        summary: One line for `baton --help`.
+        program: The module and the function that runs it. `main` imports a program only
+            when its subcommand is called, and so can handle Ctrl-C during the import.
+        options: The module and the name of its settings class, or of a function that
+            returns its argparse parser. `baton completion` reads them.
+    """
+
+    summary: str
+    program: str
+    options: str
 
 
-# The module and the function of each program. `main` imports a program only when its
-# subcommand is called, and so can handle Ctrl-C during the import.
-COMMANDS = {
-    "up": "deploy.local:main",
-    "warm": "deploy.local:warm",
-    "prefill": "prefill_server.__main__:main",
-    "decode": "decode_server.__main__:main",
-    "proxy": "proxy.__main__:main",
-    "plan": "deploy.plan:main",
-    "models": "deploy.models:main",
-    "doctor": "deploy.doctor:main",
+_SETTINGS = "protocol.settings.settings"
+# The subcommands, by the headings of `baton --help`.
+GROUPS = {
+    "serve a model on this machine": {
+        "serve": Command(
+            "complete servers, each for prompts and answers, behind one endpoint",
+            program="deploy.local:serve",
+            options=f"{_SETTINGS}:ServeSettings",
+        ),
+        "up": Command(
+            "a local cluster: prefill servers, decode servers and the proxy",
+            program="deploy.local:main",
+            options=f"{_SETTINGS}:UpSettings",
+        ),
+        "warm": Command(
+            "download and compile what `up` needs with the same options, then exit",
+            program="deploy.local:warm",
+            options=f"{_SETTINGS}:UpSettings",
+        ),
+    },
+    "the parts of a cluster": {
+        "prefill": Command(
+            "a prefill server",
+            program="prefill_server.__main__:main",
+            options=f"{_SETTINGS}:PrefillSettings",
+        ),
+        "decode": Command(
+            "a decode server",
+            program="decode_server.__main__:main",
+            options=f"{_SETTINGS}:DecodeSettings",
+        ),
+        "proxy": Command(
+            "one endpoint in front of prefill and decode servers",
+            program="proxy.__main__:main",
+            options=f"{_SETTINGS}:ProxySettings",
+        ),
+    },
+    "look into models and hosts": {
+        "models": Command(
+            "the supported architectures, or whether a model is supported",
+            program="deploy.models:main",
+            options="deploy.models:ModelsSettings",
+        ),
+        "plan": Command(
+            "which transfer moves KV between two geometries, and why",
+            program="deploy.plan:main",
+            options="deploy.plan:PlanSettings",
+        ),
+        "doctor": Command(
+            "how fast KV moves between servers on this machine, and what needs fixing",
+            program="deploy.doctor:main",
+            options="deploy.doctor:DoctorSettings",
+        ),
+    },
 }
+COMMANDS = {
+    name: command for group in GROUPS.values() for name, command in group.items()
+}
+
+
+def usage() -> str:
+    """Returns the text of `baton --help`."""
+    lines = ["usage: baton COMMAND [options]"]
+    for heading, commands in GROUPS.items():
+        lines += ["", f"{heading}:"]
+        lines += [
+            f"  {name:<10} {command.summary}" for name, command in commands.items()
+        ]
+    lines += [
+        "",
+        "baton COMMAND --help explains the common options, and --help=all all options.",
+        "An option may also be given as a BATON_* variable, or in the file named by",
+        "--config. baton --version prints the version.",
+    ]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
         case [] | ["-h" | "--help", *_]:
-            print(USAGE)
+            print(usage())
             return 0 if words else 2
         case ["--version", *_]:
             from protocol.version import VERSION
@@ -58,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case [name, *rest] if name in COMMANDS:
             try:
-                return resolve_name(COMMANDS[name])(rest) or 0
+                return resolve_name(COMMANDS[name].program)(rest) or 0
             except KeyboardInterrupt:  # Ctrl-C came before the program handled signals
                 return 130
     from protocol.near_names import suggestion
@@ -67,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"baton: unknown command {words[0]}{suggestion(words[0], COMMANDS)}",
         file=sys.stderr,
     )
-    print(USAGE, file=sys.stderr)
+    print(usage(), file=sys.stderr)
     return 2
 
 

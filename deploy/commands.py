@@ -1,4 +1,4 @@
-"""Derives the command lines of a local cluster from the settings of `baton up`.
+"""Derives the command lines of a local cluster from its settings.
 
 This module does no I/O.
 """
@@ -12,9 +12,9 @@ from pydantic import BaseModel, SecretStr
 
 from deploy.healthcheck import LOOPBACK
 from protocol.settings.options import ModelOptions
-from protocol.settings.server_options import QueueOptions
+from protocol.settings.server_options import DisaggregationOptions, QueueOptions
 from protocol.settings.settings import PROGRAMS as SETTINGS_BY_PROGRAM
-from protocol.settings.settings import ProxySettings, UpSettings, to_argv
+from protocol.settings.settings import LocalSettings, ProxySettings, to_argv
 from protocol.settings.sources import variable_name
 
 Kind = Literal["prefill", "decode", "proxy"]
@@ -42,7 +42,7 @@ class Command:
 
 
 def server_commands(
-    settings: UpSettings, *, secret: str, cores: int, key: str | None = None
+    settings: LocalSettings, *, secret: str, cores: int, key: str | None = None
 ) -> list[Command]:
     """Returns the commands of all prefill and decode servers, on free loopback ports.
 
@@ -57,8 +57,12 @@ def server_commands(
     admin_keys = [key] if key else []
     admin_keys += _revealed(settings.admin_key)
     env = {"BATON_CLUSTER_SECRET": secret, **_environment(admin_key=admin_keys)}
+    groups = settings.server_groups()
     for kind in SERVERS:
-        group = getattr(settings, kind)
+        group = groups.get(kind)
+        if group is None:
+            continue
+        name = kind if len(groups) > 1 else "server"
         argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
         for index in range(group.count):
             # If the group has `tp` devices, its servers share them. If it has more,
@@ -68,14 +72,14 @@ def server_commands(
             if len(devices) != group.tp:
                 devices = devices[index * group.tp : (index + 1) * group.tp]
             device_options = (f"--devices={device}" for device in devices)
-            command = Command(f"{kind}-{index}", kind, (*argv, *device_options), env)
+            command = Command(f"{name}-{index}", kind, (*argv, *device_options), env)
             commands.append(command)
     return commands
 
 
-def server_argv(settings: UpSettings, kind: Kind, *, cores: int) -> list[str]:
+def server_argv(settings: LocalSettings, kind: Kind, *, cores: int) -> list[str]:
     """Returns the arguments of a server of `kind`, except its devices."""
-    group = getattr(settings, kind)
+    group = settings.server_groups()[kind]
     group_options = _options_of_group(group)
     server_class = SETTINGS_BY_PROGRAM[f"baton {kind}"]
     shared_options = group_options & server_class.model_fields.keys()
@@ -118,7 +122,7 @@ def _changed_options(options: BaseModel, names: Iterable[str]) -> list[str]:
 
 
 def proxy_command(
-    settings: UpSettings,
+    settings: LocalSettings,
     urls: Mapping[Kind, Sequence[str]],
     secret: str,
     key: str | None = None,
@@ -130,8 +134,12 @@ def proxy_command(
         secret: The cluster secret.
         key: The API key with which the proxy calls the servers, if any.
     """
-    shared = ProxySettings.model_fields.keys() & UpSettings.model_fields.keys()
-    argv = to_argv(settings, only=sorted(shared - {"config", *SERVERS}))
+    shared = ProxySettings.model_fields.keys() & LocalSettings.model_fields.keys()
+    argv = to_argv(settings, only=sorted(shared - {"config"}))
+    if isinstance(settings, DisaggregationOptions):
+        argv += to_argv(settings, only=DisaggregationOptions.model_fields)
+    else:
+        argv.append("--disaggregate=never")
     argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
     env = _environment(
         api_key=_revealed(settings.api_key),
@@ -161,8 +169,8 @@ def _environment(**options: Sequence[str]) -> dict[str, str]:
     }
 
 
-def default_threads(settings: UpSettings, *, cores: int, tp: int) -> int:
+def default_threads(settings: LocalSettings, *, cores: int, tp: int) -> int:
     """Returns the default of --threads: the CPU threads of each rank of a server."""
-    servers = settings.prefill.count + settings.decode.count
+    servers = sum(group.count for group in settings.server_groups().values())
     share = min(cores, max(MIN_CORES_PER_SERVER, cores // servers))
     return max(1, share // tp)

@@ -1,6 +1,7 @@
 """`baton up`: a local cluster of prefill servers, decode servers and the proxy.
 
-`baton warm` starts the same servers and exits when they are ready.
+`baton serve` starts complete servers instead of the two kinds. `baton warm` starts the
+servers of `baton up` and exits when they are ready.
 
     start: check the port -> start servers on free ports -> start the proxy -> `ready`
     stop:  on Ctrl-C, on SIGTERM, or if a process exits, all processes are terminated;
@@ -25,7 +26,13 @@ from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
 from protocol.process.output import queue_standard_streams
 from protocol.settings.machine import available_cores
-from protocol.settings.settings import UpSettings, describe, parse
+from protocol.settings.settings import (
+    LocalSettings,
+    ServeSettings,
+    UpSettings,
+    describe,
+    parse,
+)
 from protocol.settings.sources import unread_variables
 
 # A wait prints what it waits for after FIRST_NOTE_S, then every NOTE_INTERVAL_S.
@@ -48,17 +55,22 @@ class StopRequested(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    return up(parse(UpSettings, argv, prog="baton up"))
+    return up(parse(UpSettings, argv, prog="baton up"), name="up")
+
+
+def serve(argv: Sequence[str]) -> int:
+    return up(parse(ServeSettings, argv, prog="baton serve"), name="serve")
 
 
 def warm(argv: Sequence[str]) -> int:
-    return up(parse(UpSettings, argv, prog="baton warm"), only_warm=True)
+    return up(parse(UpSettings, argv, prog="baton warm"), name="warm", only_warm=True)
 
 
-def up(settings: UpSettings, *, only_warm: bool = False) -> int:
+def up(settings: LocalSettings, *, name: str = "up", only_warm: bool = False) -> int:
     """Runs a local cluster until the user stops it. Returns the exit status.
 
     Args:
+        name: The command that the user has given.
         only_warm: Stop the servers when they are ready, without starting the proxy. The
             next start uses the models that they have downloaded and the kernels that
             they have compiled.
@@ -91,7 +103,6 @@ def up(settings: UpSettings, *, only_warm: bool = False) -> int:
     if reason is None and not clean:
         reason = "some processes did not end in time and were killed"
     if reason is not None:
-        name = "warm" if only_warm else "up"
         print(f"baton {name}: error: {reason}", file=sys.stderr, flush=True)
         return 1
     print_line("stopped")
@@ -111,7 +122,7 @@ class LocalCluster:
     StopRequested on a signal.
     """
 
-    def __init__(self, settings: UpSettings) -> None:
+    def __init__(self, settings: LocalSettings) -> None:
         self.settings = settings
         self.children: list[lifecycle.Child] = []
         self.killed_by_user = False

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -13,6 +14,7 @@ from protocol.settings.settings import BatonSettings, parse
 class ModelsSettings(BatonSettings):
     """Prints the supported architectures, or whether one model is supported."""
 
+    positional: ClassVar[str] = "model"
     model: str | None = Field(
         None, description="directory or hub id of a model (None: list architectures)"
     )

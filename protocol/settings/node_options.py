@@ -1,6 +1,6 @@
 """Options of a server whose ranks run on several hosts, which are called nodes."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -47,6 +47,7 @@ class NodeOptions(Options):
     --node-rank. Each node runs the same number of ranks.
     """
 
+    topic: ClassVar[str] = "nodes"
     nnodes: int = Field(1, ge=1, le=64)
     """number of nodes (hosts) of one server. Each node runs --tp divided by --nnodes
     ranks. Give every node the same command, except --node-rank (nodes, a divisor of

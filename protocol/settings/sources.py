@@ -3,11 +3,10 @@
 options.py and server_options.py define the options, and settings.py combines them.
 """
 
-import argparse
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,32 +27,6 @@ MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
 MACHINE_PREFIX = "BATON_TEST_"  # all variables with this prefix are about the machine
 DNS_SCHEME = "dns+"  # prefix of a URL that stands for all addresses of its host name
 _URL_FIX = "write http(s)://host:port"
-# Placeholders of values in --help, by the name of the type in pydantic.
-_METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
-_LIST_METAVARS = {
-    f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()
-}
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formats --help with a short usage line, and without Python types and empty
-    defaults.
-    """
-
-    def add_usage(self, usage: str | None, *args: Any, **options: Any) -> None:
-        super().add_usage("%(prog)s [options]", *args, **options)
-
-    def _metavar_formatter(
-        self, action: argparse.Action, default_metavar: str
-    ) -> Callable[[int], tuple[str, ...]]:
-        names = super()._metavar_formatter(action, default_metavar)
-        return lambda size: tuple(
-            {**_METAVARS, **_LIST_METAVARS}.get(name, name) for name in names(size)
-        )
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        text = super()._expand_help(action)
-        return text.removesuffix(" (default: None)").removesuffix(" (default: ())")
 
 
 class ConfigError(ValueError):
@@ -401,7 +374,7 @@ def explain_cli(
     Args:
         programs: The settings classes of all programs, by the name of the program.
     """
-    message = str(error).removeprefix("error parsing CLI: ")
+    message = str(error)
     if group := re.search(r'value for field "(\w+)" from source "EnvS', message):
         name = variable_name((group[1],))
         return (
@@ -437,13 +410,18 @@ def _near_options(
         if name in map(option_name, field_paths(cls))
     ]
     if programs_with_option and not options_with_member:
-        return f" (an option of {' and '.join(programs_with_option)})"
+        return f" (an option of {_join(programs_with_option)})"
     hint = _near_member(name, valid_names, programs)
     if not hint and options_with_member:
         hint = did_you_mean(options_with_member[:3])
     elif not hint:
         hint = suggestion(name, valid_names)
     return hint.replace("--", "--no-") if is_negated else hint
+
+
+def _join(names: Sequence[str]) -> str:
+    """Returns the names as text: "a", "a and b" or "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _near_member(

@@ -7,6 +7,7 @@ from protocol.settings.settings import (
     DecodeSettings,
     PrefillSettings,
     ProxySettings,
+    ServeSettings,
     UpSettings,
     load,
 )
@@ -142,3 +143,26 @@ def test_configured_threads_replace_the_default():
     settings = up_settings("--prefill.threads=3")
     assert "--threads=3" in server_argv(settings, "prefill", cores=64)
     assert "--threads=32" in server_argv(settings, "decode", cores=64)
+
+
+def test_serve_starts_complete_servers_and_a_proxy_that_disaggregates_nothing():
+    argv = ["m", "--count=2", "--tp=2", "--devices=0,1,2,3", "--itl-target-s=0.1"]
+    argv += ["--max-resumes=7", "--connect-timeout-s=9", "--dtype=float32"]
+    settings = load(ServeSettings, argv)
+    commands = server_commands(settings, secret="s" * 16, cores=8)
+    assert [(one.name, one.kind) for one in commands] == [
+        ("server-0", "decode"),
+        ("server-1", "decode"),
+    ]
+    servers = [load(DecodeSettings, one.argv[3:]) for one in commands]
+    assert [server.devices for server in servers] == [(0, 1), (2, 3)]
+    for server in servers:
+        assert (server.model, server.role, server.tp) == ("m", "both", 2)
+        assert (server.itl_target_s, server.connect_timeout_s) == (0.1, 9)
+        assert (server.dtype, server.threads) == ("float32", 2)
+    urls = {"prefill": [], "decode": ["http://s:1"]}
+    proxy = load(ProxySettings, proxy_command(settings, urls, "s" * 16).argv[3:])
+    assert proxy == load(
+        ProxySettings,
+        ["--decode=http://s:1", "--disaggregate=never", "--max-resumes=7"],
+    )

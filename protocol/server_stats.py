@@ -4,12 +4,14 @@ The response contains metric values and the times of the most recent requests, b
 texts and no token ids.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 STATS_PATH = "/stats"
 MAX_ID_CHARS = 128
+PHASES = ("queue", "transfer", "fence", "prefill", "decode")
 
 
 class PhaseTimes(msgspec.Struct, omit_defaults=True):
@@ -19,6 +21,8 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
     monotonic clock, which all processes of a server share.
     """
 
+    # The request began to wait for KV blocks. With a pull, its lease existed by then.
+    queued: float | None = None
     admitted: float | None = None  # the request got its KV blocks
     # The last byte of a pull arrived. The lender must still confirm the lease (Complete
     # in protocol/handshake.py).
@@ -39,31 +43,81 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
         }
 
 
-class FinishedRequest(msgspec.Struct, frozen=True):
-    """A request that this server has finished.
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server did for a request that has ended.
 
     Attributes:
-        number: Sequence number of the request on this server, in order of completion.
-        id: The first MAX_ID_CHARS characters of the X-Request-Id.
-        outcome: The value of the label `outcome` in the metric baton_requests.
+        endpoint: The value of the label `endpoint` in the metric baton_requests.
+        outcome: The value of the label `outcome` there.
         error: The error code of a failed request, else None.
         times: Seconds since the server received the request. The keys are the fields of
             PhaseTimes (for the first prompt), `accepted` (tokenized and sent to the
             engine), `first` (the first token was sent to the client) and `end`.
         generated: Number of generated tokens.
+        cached_tokens: Number of prompt tokens that no server computed.
         kv: Number of prompt tokens by the source of their KV; see KVUsage in
             protocol/messages.py.
     """
 
-    number: int
-    id: str
     endpoint: str
     outcome: str
     error: str | None
     times: dict[str, float]
     prompt_tokens: int
     generated: int
+    cached_tokens: int = 0
     kv: dict[str, int]
+
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """Returns the start and the end of each phase that the request went through.
+
+        The times are seconds since the server received the request. The phases are, in
+        order: queue, transfer (reading KV), fence (confirming the lease), prefill
+        (computing the prompt on this server) and decode.
+        """
+        times = self.times
+        phases: dict[str, tuple[float, float]] = {}
+
+        def add(name: str, start: float | None, end: float | None) -> None:
+            if start is not None and end is not None:
+                phases[name] = (start, max(start, end))
+
+        pulled = times.get("pulled")
+        add("queue", times.get("queued"), times.get("admitted"))
+        add("transfer", times.get("admitted"), times.get("read"))
+        add("fence", times.get("read"), pulled)
+        if self.kv.get("recomputed"):
+            start = pulled if pulled is not None else times.get("admitted")
+            add("prefill", start, times.get("drawn"))
+        first = times.get("first")
+        if first is not None and self.generated > 1:
+            # The first token of a prefill server may arrive before its KV.
+            add("decode", max(first, pulled or 0.0), times.get("end"))
+        return phases
+
+
+class FinishedRequest(RequestReport, frozen=True, kw_only=True):
+    """A request that this server has finished.
+
+    Attributes:
+        number: Sequence number of the request on this server, in order of completion.
+        id: The first MAX_ID_CHARS characters of the X-Request-Id.
+    """
+
+    number: int
+    id: str
+
+
+def phases_text(phases: Mapping[str, tuple[float, float]]) -> str:
+    """Returns the durations of all phases for a log line; "-" for a missing phase."""
+    parts = []
+    for name in PHASES:
+        start_end = phases.get(name)
+        duration = "-"
+        if start_end is not None:
+            duration = f"{(start_end[1] - start_end[0]) * 1000:.1f}"
+        parts.append(f"{name}_ms={duration}")
+    return " ".join(parts)
 
 
 class ServerStats(msgspec.Struct, frozen=True):

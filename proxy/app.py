@@ -13,7 +13,7 @@ from protocol.errors import BatonError, InternalError, InvalidRequest, QueueFull
 from protocol.http.access import grant_of, share_header
 from protocol.http.bodies import ClientDisconnected, read_body, refusal
 from protocol.http.deadlines import deadline_of, enforce_deadline
-from protocol.metrics import CONTENT_TYPE, Metrics
+from protocol.metrics import Metrics
 from protocol.process.logging import get_logger, request_context
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.members import MODELS_PATH, Members
@@ -54,7 +54,7 @@ class ProxyApp:
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
-        self.metrics = Metrics("proxy")
+        self.metrics = Metrics("proxy", aliases=settings.metric_aliases)
         self.access = FileAccess(
             settings, self.metrics, Members.open_paths | Site.open_paths
         )
@@ -182,9 +182,8 @@ class ProxyApp:
             case "/ready":
                 await self._ready(reply, self.access.redaction(scope))
             case "/metrics":
-                content_type = (b"content-type", CONTENT_TYPE.encode())
-                members.update_metrics()
-                await reply.answer(200, [content_type], self.metrics.expose())
+                accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1")
+                await self._answer_metrics(reply, accept)
             case _ if is_read and (models := members.models_answer(path)):
                 await reply.answer_json(200, models)
             case _ if path in self._site.paths:
@@ -300,6 +299,13 @@ class ProxyApp:
             **(redaction or details),
         }
         await reply.answer_json(200 if is_ready else 503, body)
+
+    async def _answer_metrics(self, reply: Reply, accept: str) -> None:
+        self._members.update_metrics()
+        models = self.fleet.models
+        self.metrics.model_name = models[0] if len(models) == 1 else None
+        text, content_type = self.metrics.expose(accept)
+        await reply.answer(200, [(b"content-type", content_type.encode())], text)
 
     def _record(self, path: str, reply: Reply, key_name: str) -> None:
         trace = reply.trace

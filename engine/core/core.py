@@ -227,6 +227,8 @@ class EngineCore(CoreServices):
         self._output.add_compiled(sequence)
         self.accept_first_tokens(sequence)
         if sequence.phase is not Phase.FINISHED:
+            if sequence.times.queued is None:
+                sequence.times.queued = time.monotonic()
             self.scheduler.add(sequence)
 
     def accept_first_tokens(self, sequence: Sequence) -> None:

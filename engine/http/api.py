@@ -148,7 +148,11 @@ class Api:
 
     def __post_init__(self) -> None:
         check(self.settings)
-        self.metrics = ServerMetrics(endpoint.name for endpoint in ENDPOINTS.values())
+        self.metrics = ServerMetrics(
+            [endpoint.name for endpoint in ENDPOINTS.values()],
+            model_name=self.model_name,
+            aliases=self.settings.metric_aliases,
+        )
         self.access = Access(self.settings, self.metrics)
 
     def set_model(

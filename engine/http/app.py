@@ -30,7 +30,7 @@ from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
 from protocol.http.deadlines import deadline_of, enforce_deadline
 from protocol.kv_params import RELEASE_PATH
-from protocol.metrics import CONTENT_TYPE, ENGINE_TOTALS
+from protocol.metrics import ENGINE_TOTALS, kv_usage
 from protocol.openai import openapi
 from protocol.openai.requests import validate
 from protocol.openai.responses import model_card
@@ -177,14 +177,17 @@ class _Pages:
     async def metrics(self, request: Request) -> Response:
         metrics = self._api.metrics
         queue = self._api.client.queue
-        metrics.update_engine(self._api.client.stats)
+        stats = self._api.client.stats
+        metrics.update_engine(stats)
+        metrics.set("baton_kv_usage_ratio", kv_usage(stats))
         metrics.set("baton_queue_tokens", queue.num_tokens)
         metrics.set("baton_queue_seconds", queue.wait_s())
         num_waiting_trials = (
             self._api.grammars.num_waiting if self._api.client.ready else 0
         )
         metrics.set("baton_grammar_trials_waiting", num_waiting_trials)
-        return Response(metrics.expose(), headers={"content-type": CONTENT_TYPE})
+        text, content_type = metrics.expose(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     async def openapi_json(self, request: Request) -> Response:
         return JSONResponse(self._openapi_document)

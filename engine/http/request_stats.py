@@ -10,15 +10,24 @@ from typing import Any
 from protocol.errors import BatonError, InvalidRequest, RequestError
 from protocol.http.access import grant_of, share_of
 from protocol.http.bodies import ClientDisconnected
-from protocol.metrics import Metrics
+from protocol.metrics import Aliases, Metrics
 from protocol.openai.responses import Usage, kv_header
 from protocol.process.logging import current_request_id, get_logger
-from protocol.server_stats import MAX_ID_CHARS, FinishedRequest, PhaseTimes, ServerStats
+from protocol.server_stats import (
+    MAX_ID_CHARS,
+    FinishedRequest,
+    PhaseTimes,
+    ServerStats,
+    phases_text,
+)
 from protocol.short_repr import short_repr
 
 log = get_logger(__name__)
 
 _OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error", "moved")
+_COMPLETE_OUTCOMES = ("stop", "length", "tool_calls")
+# Phases with a histogram. Transfers have baton_kv_transfer_seconds.
+_MEASURED_PHASES = {"queue", "prefill", "decode"}
 MAX_RECENT = 256  # ended requests that GET /stats can report
 # GET /stats reports the engine's metrics with these prefixes.
 _ENGINE_METRIC_PREFIXES = (
@@ -45,13 +54,17 @@ class ServerMetrics(Metrics):
 
     Args:
         endpoints: the values of the label `endpoint`.
+        model_name: the value of the label `model_name`.
+        aliases: see Metrics.
 
     Attributes:
         num_ended: how many requests have ended since the start.
     """
 
-    def __init__(self, endpoints: Iterable[str]) -> None:
-        super().__init__("server")
+    def __init__(
+        self, endpoints: Iterable[str], model_name: str, aliases: Aliases = "none"
+    ) -> None:
+        super().__init__("server", model_name, aliases)
         self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT)
         self.num_ended = 0
         for endpoint, outcome in product(endpoints, _OUTCOMES):
@@ -60,8 +73,23 @@ class ServerMetrics(Metrics):
             self.expose_series("baton_kv_tokens", source=source)
 
     def add_ended(self, request: FinishedRequest) -> None:
+        """Store the report on a request that has ended, and count it."""
         self._recent.append(request)
         self.num_ended += 1
+        self.inc("baton_requests_in_progress", -1)
+        self.inc("baton_requests", endpoint=request.endpoint, outcome=request.outcome)
+        for source, count in request.kv.items():
+            self.inc("baton_kv_tokens", count, source=source)
+        self.inc("baton_cached_prompt_tokens", request.cached_tokens)
+        if "first" in request.times:
+            self.observe("baton_request_seconds", request.times["end"])
+        phases = request.phases()
+        for name in _MEASURED_PHASES & phases.keys():
+            start_s, end_s = phases[name]
+            self.observe(f"baton_request_{name}_seconds", end_s - start_s)
+        if request.outcome in _COMPLETE_OUTCOMES:
+            self.observe("baton_request_prompt_tokens", request.prompt_tokens)
+            self.observe("baton_request_generation_tokens", request.generated)
 
     def stats_report(
         self, since: str, server: dict[str, Any], engine_values: dict[str, float]
@@ -104,6 +132,7 @@ class RequestStats:
 
     Attributes:
         share: identifies the client's API key to the engine; see AddRequest.share.
+        report: what this server did for the request; None until the request has ended.
     """
 
     def __init__(
@@ -118,7 +147,7 @@ class RequestStats:
         self._last_token_s: float | None = None
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
-        self._has_ended = False
+        self.report: FinishedRequest | None = None
         self._end_callbacks: list[Callable[[], None]] = []
         metrics.inc("baton_requests_in_progress")
 
@@ -153,7 +182,10 @@ class RequestStats:
         Args:
             times: when the phases of the request ended in the engine.
         """
-        detail = f"generated={usage.completion_tokens} kv={kv_header(usage)}"
+        detail = (
+            f"generated={usage.completion_tokens} kv={kv_header(usage)} "
+            f"cached={usage.kv.cached_tokens}"
+        )
         self._end(finish_reason, detail, times, usage)
 
     def mark_migrated(self) -> None:
@@ -188,46 +220,40 @@ class RequestStats:
 
         Only the first call has an effect.
         """
-        if self._has_ended:
+        if self.report is not None:
             return
-        self._has_ended = True
-        for callback in self._end_callbacks:
-            callback()
-        kv_tokens = usage.baton_kv() if usage else {}
-        for source, count in kv_tokens.items():
-            self._metrics.inc("baton_kv_tokens", count, source=source)
-        cached_tokens = usage.kv.cached_tokens if usage else 0
-        self._metrics.inc("baton_cached_prompt_tokens", cached_tokens)
-        total_s = time.monotonic() - self._start_s
-        self._metrics.inc("baton_requests_in_progress", -1)
-        self._metrics.inc("baton_requests", endpoint=self._endpoint, outcome=outcome)
-        if self._last_token_s is not None:
-            self._metrics.observe("baton_request_seconds", total_s)
-        first_s = self._times.get("first")
-        log.info(
-            "%s %s key=%s prompt=%d first_ms=%s total_ms=%.1f %s",
-            self._endpoint,
-            outcome,
-            self._key_name,
-            self._num_prompt_tokens,
-            "-" if first_s is None else f"{first_s * 1000:.1f}",
-            total_s * 1000,
-            detail,
-        )
         phase_times = {name: round(at, 6) for name, at in self._times.items()}
-        phase_times["end"] = round(total_s, 6)
+        phase_times["end"] = round(time.monotonic() - self._start_s, 6)
         if times:
             phase_times |= times.since(self._start_s)
-        self._metrics.add_ended(
-            FinishedRequest(
-                number=self._metrics.num_ended,
-                id=(current_request_id() or "")[:MAX_ID_CHARS],
-                endpoint=self._endpoint,
-                outcome=outcome,
-                error=error,
-                times=phase_times,
-                prompt_tokens=self._num_prompt_tokens,
-                generated=self._num_generated_tokens,
-                kv=kv_tokens,
-            )
+        self.report = FinishedRequest(
+            number=self._metrics.num_ended,
+            id=(current_request_id() or "")[:MAX_ID_CHARS],
+            endpoint=self._endpoint,
+            outcome=outcome,
+            error=error,
+            times=phase_times,
+            prompt_tokens=self._num_prompt_tokens,
+            generated=self._num_generated_tokens,
+            cached_tokens=usage.kv.cached_tokens if usage else 0,
+            kv=usage.baton_kv() if usage else {},
+        )
+        for callback in self._end_callbacks:
+            callback()
+        self._metrics.add_ended(self.report)
+        self._log(self.report, detail)
+
+    def _log(self, report: FinishedRequest, detail: str) -> None:
+        first_s = report.times.get("first")
+        phases = report.phases()
+        log.info(
+            "%s %s key=%s prompt=%d first_ms=%s total_ms=%.1f %s%s",
+            self._endpoint,
+            report.outcome,
+            self._key_name,
+            report.prompt_tokens,
+            "-" if first_s is None else f"{first_s * 1000:.1f}",
+            report.times["end"] * 1000,
+            detail,
+            f" {phases_text(phases)}" if phases else "",
         )

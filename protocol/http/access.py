@@ -24,9 +24,10 @@ from protocol.settings.server_options import AccessOptions, ListenOptions
 
 logger = get_logger(__name__)
 
+METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/health", "/ready"})  # the default of `open_paths`
 # Prefixes of the paths that require an admin key.
-ADMIN_PATHS = ("/metrics", STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")
+ADMIN_PATHS = (METRICS_PATH, STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")
 # Replaces the details in a response to a client without an admin key.
 REDACTED = {"details": "are for admin keys"}
 
@@ -253,12 +254,14 @@ class Access:
 
     def __init__(
         self,
-        options: AccessOptions,
+        options: ListenOptions,
         metrics: Metrics,
         open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         self._metrics = metrics
-        self._open_paths = open_paths
+        self._open_paths = {*open_paths}
+        if options.public_metrics:
+            self._open_paths.add(METRICS_PATH)
         self.certificate = Certificate(options)
         self._salts_by_key = options.cache_salt_by_key
         self._keys: Mapping[bytes, Key] = {}

@@ -10,6 +10,17 @@ from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.settings.options import ApiKey, Options, Seconds, Threads
 
 
+class TelemetryOptions(Options):
+    """What a process reports to monitoring systems."""
+
+    public_metrics: bool = False
+    """serve /metrics to clients without an API key, for scrapers that have none"""
+    metric_aliases: Literal["none", "vllm"] = "none"
+    """expose metrics also under other names. vllm: the names that dashboards,
+    autoscalers and endpoint pickers made for vLLM read
+    """
+
+
 class AccessOptions(Options):
     """Access control and TLS of a process."""
 
@@ -68,7 +79,7 @@ class AccessOptions(Options):
         return value
 
 
-class ListenOptions(AccessOptions):
+class ListenOptions(TelemetryOptions, AccessOptions):
     """The address that a process listens on, its limits for clients, and its shutdown
     timeout.
     """

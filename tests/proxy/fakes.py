@@ -424,7 +424,7 @@ class Rig:
         """
         names = [spec.name for spec in TABLE if spec.origin == "proxy" and spec.labels]
         self.app._members.update_metrics()
-        lines = self.app.metrics.expose().decode().splitlines()
+        lines = self.app.metrics.expose()[0].decode().splitlines()
         return {
             line.rsplit(" ", 1)[0] for line in lines if line.startswith(tuple(names))
         }

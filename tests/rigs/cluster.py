@@ -17,6 +17,7 @@ from typing import Any
 
 from protocol.process import lifecycle
 from tests import stopping
+from tests.rigs.metric import without_model
 from tests.rigs.plain_http import http
 
 START_TIMEOUT_S = 180.0
@@ -76,9 +77,9 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return the values of /metrics. A key is a name with its labels, as written
-        there.
+        there, but without the label model_name, which all metrics of a server have.
         """
-        text = http.get(f"{self.url}/metrics", timeout=10).text
+        text = without_model(http.get(f"{self.url}/metrics", timeout=10).text)
         samples = (
             line.rsplit(" ", 1)
             for line in text.splitlines()

@@ -1,0 +1,144 @@
+"""The names under which vLLM exposes metrics that Baton has under its own names.
+
+Dashboards, autoscalers and endpoint pickers that were made for vLLM read these names
+(`--metric-aliases vllm`). An alias has the values of one of Baton's metrics, except for
+those that functions below compose. The names and labels are those of
+vllm/v1/metrics/loggers.py; the buckets of histograms are Baton's.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import Metric
+
+# Baton has one engine per server, so the label `engine` is constant.
+_ENGINE_LABELS = {"engine": "0"}
+
+# The name of the alias -> the name of Baton's metric.
+SERVER_ALIASES: Mapping[str, str] = {
+    "vllm:num_requests_running": "baton_requests_running",
+    "vllm:kv_cache_usage_perc": "baton_kv_usage_ratio",
+    "vllm:gpu_cache_usage_perc": "baton_kv_usage_ratio",
+    "vllm:prefix_cache_queries": "baton_prefix_cache_query_tokens",
+    "vllm:prefix_cache_hits": "baton_prefix_cache_hit_tokens",
+    "vllm:gpu_prefix_cache_queries": "baton_prefix_cache_query_tokens",
+    "vllm:gpu_prefix_cache_hits": "baton_prefix_cache_hit_tokens",
+    "vllm:num_preemptions": "baton_preemptions",
+    "vllm:prompt_tokens": "baton_prompt_tokens",
+    "vllm:generation_tokens": "baton_generation_tokens",
+    "vllm:time_to_first_token_seconds": "baton_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "baton_inter_token_seconds",
+    "vllm:time_per_output_token_seconds": "baton_inter_token_seconds",
+    "vllm:e2e_request_latency_seconds": "baton_request_seconds",
+    "vllm:request_queue_time_seconds": "baton_request_queue_seconds",
+    "vllm:request_prefill_time_seconds": "baton_request_prefill_seconds",
+    "vllm:request_decode_time_seconds": "baton_request_decode_seconds",
+    "vllm:request_prompt_tokens": "baton_request_prompt_tokens",
+    "vllm:request_generation_tokens": "baton_request_generation_tokens",
+}
+PROXY_ALIASES: Mapping[str, str] = {
+    "vllm:num_requests_running": "baton_proxy_requests_in_progress",
+    "vllm:time_to_first_token_seconds": "baton_proxy_first_byte_seconds",
+    "vllm:e2e_request_latency_seconds": "baton_proxy_request_seconds",
+}
+# vLLM's `finished_reason` of each outcome in baton_requests. Refused and migrated
+# requests have none.
+_FINISHED_REASONS = {
+    "stop": "stop",
+    "tool_calls": "stop",
+    "length": "length",
+    "abort": "abort",
+    "error": "error",
+}
+
+
+def server_aliases(
+    families: Mapping[str, Metric], labels: Mapping[str, str]
+) -> Iterator[Metric]:
+    """Yields the families that vLLM's servers expose.
+
+    Args:
+        families: Baton's families by name.
+        labels: The labels that all series of Baton have in common.
+    """
+    shared = {**labels, **_ENGINE_LABELS}
+    yield from _copies(SERVER_ALIASES, families, shared)
+    yield from _num_requests_waiting(families, shared)
+    yield _request_success(families["baton_requests"], shared)
+    yield from _cache_config_info(families, shared)
+
+
+def proxy_aliases(
+    families: Mapping[str, Metric], labels: Mapping[str, str]
+) -> Iterator[Metric]:
+    """Yields the families of vLLM that can describe all requests of a proxy.
+
+    The arguments are those of `server_aliases`.
+    """
+    yield from _copies(PROXY_ALIASES, families, {**labels, **_ENGINE_LABELS})
+
+
+def _copies(
+    sources: Mapping[str, str],
+    families: Mapping[str, Metric],
+    labels: Mapping[str, str],
+) -> Iterator[Metric]:
+    for name, source_name in sources.items():
+        source = families.get(source_name)
+        if source is None:  # the engine is not ready yet
+            continue
+        alias = Metric(name, f"Alias of {source_name}.", source.type)
+        for sample in source.samples:
+            suffix = sample.name.removeprefix(source_name)
+            alias.samples.append(
+                sample._replace(name=name + suffix, labels={**sample.labels, **labels})
+            )
+        yield alias
+
+
+def _num_requests_waiting(
+    families: Mapping[str, Metric], labels: dict[str, str]
+) -> Iterator[Metric]:
+    """Yields the gauge that, as in vLLM, includes requests that wait for remote KV."""
+    name = "vllm:num_requests_waiting"
+    parts = ("baton_requests_waiting", "baton_requests_receiving")
+    values = [families[part].samples[0].value for part in parts if part in families]
+    if values:
+        alias = Metric(name, f"Sum of {' and '.join(parts)}.", "gauge")
+        alias.add_sample(name, labels, sum(values))
+        yield alias
+
+
+def _request_success(source: Metric, labels: dict[str, str]) -> Metric:
+    name = "vllm:request_success"
+    counts = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
+    for sample in source.samples:
+        reason = _FINISHED_REASONS.get(sample.labels["outcome"])
+        if reason is not None:
+            counts[reason] += sample.value
+    alias = Metric(name, "Sum of baton_requests by outcome.", "counter")
+    for reason, count in counts.items():
+        alias.add_sample(f"{name}_total", {**labels, "finished_reason": reason}, count)
+    return alias
+
+
+def _cache_config_info(
+    families: Mapping[str, Metric], labels: dict[str, str]
+) -> Iterator[Metric]:
+    """Yields the size of the KV cache, as the labels of a constant gauge."""
+    name = "vllm:cache_config_info"
+    sources = {
+        "block_size": "baton_kv_block_size_tokens",
+        "num_gpu_blocks": "baton_kv_blocks_capacity",
+    }
+    if not families.keys() >= set(sources.values()):
+        return
+    sizes = {
+        label: f"{families[source].samples[0].value:.0f}"
+        for label, source in sources.items()
+    }
+    alias = Metric(name, f"Values of {' and '.join(sources.values())}.", "gauge")
+    alias.add_sample(name, {**labels, **sizes}, 1)
+    yield alias
+
+
+ALIASES_OF = {"server": server_aliases, "proxy": proxy_aliases}

@@ -70,7 +70,9 @@ def encode(collector: Collector, accept: str) -> tuple[bytes, str]:
         return generate_latest(collector), CONTENT_TYPE_PLAIN_0_0_4
     # All names are valid without escaping. With another value, prometheus_client 0.26
     # would replace the colon in the names of samples.
-    text = openmetrics.generate_latest(collector, escaping=openmetrics.ALLOWUTF8)
+    text: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
+        collector, escaping=openmetrics.ALLOWUTF8
+    )
     return text, openmetrics.CONTENT_TYPE_LATEST
 
 

@@ -69,6 +69,13 @@ GROUPS = {
             options=f"{_SETTINGS}:ProxySettings",
         ),
     },
+    "use and check an endpoint": {
+        "chat": Command(
+            "a conversation in the terminal, or the answer to a piped question",
+            program="deploy.chat.program:main",
+            options="deploy.chat.program:ChatSettings",
+        ),
+    },
     "look into models and hosts": {
         "models": Command(
             "the supported architectures, or whether a model is supported",

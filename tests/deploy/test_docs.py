@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evaluate import make_parser
+from deploy.chat.program import ChatSettings
 from deploy.doctor import DoctorSettings
 from deploy.models import ModelsSettings
 from deploy.plan import PlanSettings
@@ -61,6 +62,7 @@ ALL_PROGRAMS = {
     "baton plan": PlanSettings,
     "baton doctor": DoctorSettings,
     "baton models": ModelsSettings,
+    "baton chat": ChatSettings,
 }
 ALL_FIELDS = [
     fields for program in ALL_PROGRAMS.values() for fields in field_paths(program)

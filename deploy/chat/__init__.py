@@ -1,0 +1,1 @@
+"""`baton chat`: a conversation with an OpenAI-compatible endpoint in the terminal."""

@@ -7,6 +7,7 @@ are required.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -51,7 +52,7 @@ class Hosts:
     """Several hosts and a network that connects them, until `close`.
 
     Args:
-        names: names of the hosts.
+        names: names of the first hosts; `add` adds others.
         folder: folder for the temporary files of the servers on these hosts.
     """
 
@@ -60,18 +61,29 @@ class Hosts:
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._addresses: dict[str, str] = {}
         self._servers: list[Server] = []
+        self._numbers = itertools.count(1)
         try:
             self._hold("between")
             self._ip("between", "link", "add", "bridge", "type", "bridge")
             self._ip("between", "link", "set", "bridge", "up")
-            for number, name in enumerate(names, 1):
-                self._connect(name, number)
+            for name in names:
+                self.add(name)
         except BaseException:
             self.close()
             raise
 
     def address(self, name: str) -> str:
         return self._addresses[name]
+
+    def add(self, name: str) -> None:
+        """Add a host to the network."""
+        self._connect(name, next(self._numbers))
+
+    def remove(self, name: str) -> None:
+        """Remove a host. Its network ends with the last process that uses it."""
+        holder = self._holders.pop(name)
+        holder.kill()
+        holder.wait()
 
     def start(self, name: str, module: str, *argv: str, **env: str) -> Server:
         """Start a server on a host."""

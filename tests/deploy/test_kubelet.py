@@ -1,0 +1,216 @@
+"""The pods of the overlay `cpu` run, roll and end as Kubernetes would have them do.
+
+The test plays kubelet (tests/rigs/kubelet.py): it runs the rendered pod templates in
+namespaces, with their commands, variables, users, probes, preStop hooks and grace
+periods.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.make_models import ensure_model
+from tests.rigs import hosts, kubernetes
+from tests.rigs.client import TIMEOUT_S, make_prompt
+from tests.rigs.cluster import wait_until
+from tests.rigs.kubelet import NODE, Cluster, checkout_image
+from tests.rigs.kubernetes import K8S, Objects, render
+from tests.rigs.plain_http import http
+
+_KEYS = {"api-key": "the key of the client", "admin-key": "the key of the operator"}
+_SECRETS = {
+    **_KEYS,
+    "cluster-secret": "a secret of this test's cluster",
+    "server-key": "the key of the servers",
+}
+_NUM_CLIENTS = 6
+# What a user writes to serve a model from a volume.
+_OVERLAY = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [{base}, secret]
+configMapGenerator:
+  - name: baton-server
+    behavior: merge
+    literals: [BATON_MODEL=/models, BATON_SERVED_MODEL_NAME=m, BATON_THREADS=1]
+patches:
+  - target: {{kind: Deployment, labelSelector: "app.kubernetes.io/component != proxy"}}
+    patch: |-
+      - op: add
+        path: /spec/template/spec/volumes/-
+        value: {{name: models, hostPath: {{path: {model}}}}}
+      - op: add
+        path: /spec/template/spec/containers/0/volumeMounts/-
+        value: {{name: models, mountPath: /models, readOnly: true}}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    reason = kubernetes.missing_requirement() or hosts.missing_requirement()
+    if reason:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("cluster")
+    for parent in [folder, *folder.parents][:3]:
+        parent.chmod(0o755)  # the user of the containers has to reach the files
+    objects = Objects(render(_write_overlay(folder / "overlay")))
+    with contextlib.closing(
+        Cluster(objects, checkout_image(folder / "image"), folder)
+    ) as cluster:
+        cluster.apply()
+        yield cluster
+
+
+def _write_overlay(folder: Path) -> Path:
+    secret = folder / "secret"
+    secret.mkdir(parents=True)
+    base = os.path.relpath(K8S / "overlays" / "cpu", folder)
+    model = folder / "model"
+    shutil.copytree(ensure_model("gqa"), model)
+    for file in model.iterdir():
+        file.chmod(0o644)  # the user of the containers reads it
+    overlay = _OVERLAY.format(base=base, model=model)
+    (folder / "kustomization.yaml").write_text(overlay)
+    text = (K8S / "secret" / "kustomization.yaml").read_text()
+    (secret / "kustomization.yaml").write_text(text)
+    lines = [f"{name}={value}" for name, value in _SECRETS.items()]
+    (secret / "secret.env").write_text("\n".join(lines))
+    return folder
+
+
+def _body(index: int) -> dict[str, Any]:
+    body = {
+        "prompt": make_prompt(seed=index, length=60 + 20 * index),
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "temperature": 0.0,
+    }
+    if index % 2:
+        body |= {"temperature": 1.0, "seed": index}
+    return body
+
+
+def _stream(cluster: Cluster, body: dict[str, Any]) -> list[int]:
+    """Return the tokens of a stream. The calling thread is in the node's network.
+
+    Raises:
+        AssertionError: the stream is an error or has no proper end.
+    """
+    address = random.choice(cluster.endpoints("baton"))
+    headers = {"authorization": f"Bearer {_KEYS['api-key']}"}
+    url = f"http://{address}:8000/v1/completions"
+    token_ids: list[int] = []
+    lines: list[str] = []
+    with http.stream(
+        "POST", url, json=body, headers=headers, timeout=TIMEOUT_S
+    ) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+        assert answer.status_code == 200, lines
+    assert lines[-1] == "data: [DONE]", lines[-3:]
+    for line in lines[:-1]:
+        event = json.loads(line.removeprefix("data: "))
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            token_ids += choice["token_ids"] or []
+    return token_ids
+
+
+@dataclass
+class _Load:
+    """Clients that send requests until they are stopped."""
+
+    cluster: Cluster
+    expected: dict[int, list[int]]
+    num_answers: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._send, args=(index,))
+            for index in range(_NUM_CLIENTS)
+        ]
+
+    def __enter__(self) -> "_Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _send(self, first: int) -> None:
+        with self.cluster.hosts.inside(NODE):
+            for number in itertools.count(first):
+                if self._is_over.is_set():
+                    return
+                index = number % _NUM_CLIENTS
+                try:
+                    token_ids = _stream(self.cluster, _body(index))
+                    assert token_ids == self.expected[index], "other tokens"
+                except Exception as error:
+                    self.problems.append(repr(error))
+                with self._lock:
+                    self.num_answers += 1
+
+    def wait_for_answers(self, count: int) -> None:
+        goal = self.num_answers + count
+        wait_until(lambda: self.num_answers >= goal, TIMEOUT_S)
+
+
+def _proxy_total(cluster: Cluster, metric: str) -> float:
+    """Return the sum of a metric over the proxies. The thread is in the node's
+    network.
+    """
+    total = 0.0
+    for address in cluster.endpoints("baton"):
+        headers = {"authorization": f"Bearer {_KEYS['admin-key']}"}
+        url = f"http://{address}:8000/metrics"
+        text = http.get(url, headers=headers, timeout=10).text
+        values = [line.rsplit(" ", 1) for line in text.splitlines()]
+        total += sum(float(value) for name, value in values if name == metric)
+    return total
+
+
+@pytest.mark.slow
+def test_no_stream_breaks_while_all_pods_are_replaced(cluster: Cluster) -> None:
+    """Every answer has the tokens of an undisturbed run."""
+    moved = 'baton_proxy_resumes_total{outcome="resumed",reason="moved"}'
+    disaggregated = 'baton_proxy_requests_total{path="pd",reason=""}'
+    with cluster.hosts.inside(NODE):
+        bodies = {index: _body(index) for index in range(_NUM_CLIENTS)}
+        expected = {index: _stream(cluster, body) for index, body in bodies.items()}
+        assert all(len(token_ids) == 300 for token_ids in expected.values())
+        with _Load(cluster, expected) as load:
+            load.wait_for_answers(_NUM_CLIENTS)
+            cluster.roll("baton-decode")
+            assert _proxy_total(cluster, moved) > 0
+            cluster.roll("baton-prefill")
+            cluster.roll("baton-proxy")
+            load.wait_for_answers(_NUM_CLIENTS)
+        assert load.problems == []
+        print({"answers": load.num_answers})
+        print(_proxy_total(cluster, disaggregated))
+    assert len(cluster.ended_pods) == 5
+    for pod in cluster.ended_pods:
+        assert (pod.exit_codes, pod.was_killed) == ({"baton": 0}, False), pod.log(
+            "baton"
+        )
+    pods = [pod for pods in cluster.pods.values() for pod in pods]
+    assert [pod.problems for pod in [*pods, *cluster.ended_pods]] == [[]] * 10

@@ -38,7 +38,7 @@ DIGEST := $(shell (cat pyproject.toml constraints.txt; echo '$(EXTRAS)') | cksum
 SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
 TEST_STAMP := $(VENV)/.test-$(DIGEST)
 
-.PHONY: help serve warm setup test test-all test-gpu lint format bench eval clean
+.PHONY: help serve warm setup test test-all test-gpu lint format manifests bench eval clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +64,7 @@ test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (A
 test-all: lint  ## also the slow tests and kernels in an interpreter; the last line is JSON, for docs/performance.md
 	@mkdir -p build
 	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) -e '.[kernels]' $(BRIEFLY)
+	@$(PY) -c 'import kubernetes_validate' 2>/dev/null || $(PIP) -e '.[manifests]' $(BRIEFLY)
 	@$(PY) -m tests.make_models > /dev/null
 	@status=0; $(PY) -m pytest $(PARALLEL) -m 'not gpu and not multi_gpu' -o timeout=900 \
 	  --hypothesis-profile=exploring --junitxml=build/test-all.xml $(ARGS) || status=$$?; \
@@ -80,6 +81,13 @@ lint: $(TEST_STAMP)  ## ruff and mypy
 format: $(TEST_STAMP)  ## ruff, changing files
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
+
+# Kustomize reads no files outside of a kustomization's folder.
+MONITOR := deploy/k8s/components/monitor
+manifests:  ## writes what deploy/k8s has from the alerts and the dashboard in deploy/
+	@cp deploy/grafana-dashboard.json $(MONITOR)/
+	@{ cat $(MONITOR)/rule-head.txt; sed -n '/^groups:/,$$ s/^./  &/p; /^$$/ p' deploy/prometheus-rules.yml; } \
+	  > $(MONITOR)/prometheus-rule.yaml
 
 bench: $(SERVE_STAMP)  ## load on a running endpoint (ARGS= for benchmarks.serve)
 	@$(PY) -m benchmarks.serve $(ARGS)

@@ -47,7 +47,7 @@ PAGES_ABOUT_THE_CODE = [
     "docs/walkthrough.md",
 ]
 # Options that the docs name but that are not Baton's: a placeholder, and options of
-# docker, argparse and pip.
+# docker, argparse, pip and kubectl.
 FOREIGN_OPTIONS = {
     "--kebab-case",
     "--profile",
@@ -55,6 +55,7 @@ FOREIGN_OPTIONS = {
     "--env-file",
     "--help",
     "--index-url",
+    "--replicas",
 }
 ALL_PROGRAMS = {
     **PROGRAMS,

@@ -1,0 +1,324 @@
+"""The manifests of deploy/k8s, as `kubectl kustomize` renders them.
+
+They are valid for Kubernetes, and every option, variable, port, path and metric in them
+is one of Baton's. tests/deploy/test_kubelet.py runs their pods.
+"""
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from deploy.cli import COMMANDS
+from protocol.metrics import TABLE
+from protocol.settings.settings import PROGRAMS, load
+from protocol.settings.sources import MACHINE_VARIABLES, field_paths, variable_name
+from tests.rigs.kubernetes import (
+    K8S,
+    ROOT,
+    Manifest,
+    Objects,
+    missing_requirement,
+    pod_templates,
+    render,
+)
+
+if reason := missing_requirement():
+    pytest.skip(reason, allow_module_level=True)
+
+# The oldest version for which the manifests are made.
+KUBERNETES_VERSION = "1.34"
+MONITOR = K8S / "components" / "monitor"
+NAMES = ["base", *sorted(path.name for path in (K8S / "overlays").iterdir())]
+SCHEMAS = yaml.safe_load(Path(__file__).with_name("custom_resources.yml").read_text())
+# What the API server and LeaderWorkerSet set in a pod.
+FIELDS = {"status.podIP": "10.244.1.7"}
+GROUP = {
+    "LWS_LEADER_ADDRESS": "baton-0.baton.default",
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "1",
+}
+
+
+@functools.cache
+def manifests(name: str) -> list[Manifest]:
+    return render(K8S / name if name == "base" else K8S / "overlays" / name)
+
+
+@functools.cache
+def secret() -> Manifest:
+    """Return the Secret that a user makes of secret.env.example."""
+    text = (K8S / "secret" / "secret.env.example").read_text()
+    names = re.findall(r"(?m)^([\w-]+)=$", text)
+    return {
+        "kind": "Secret",
+        "metadata": {"name": "baton"},
+        "data": dict.fromkeys(names, "YSBzZWNyZXQgb2YgdGhpcyB0ZXN0"),
+    }
+
+
+def programs(name: str) -> list[tuple[str, Manifest, Manifest]]:
+    """Return the pod's name, its spec and the container, for each program of Baton."""
+    return [
+        (pod, template["spec"], container)
+        for pod, template in pod_templates(manifests(name))
+        for container in template["spec"]["containers"]
+        if container.get("command", [""])[0] == "baton"
+    ]
+
+
+def environment(name: str, spec: Manifest, container: Manifest) -> dict[str, str]:
+    objects = Objects([*manifests(name), secret()])
+    group = GROUP if name == "multi-host" else {}
+    env = [{"name": key, "value": value} for key, value in group.items()]
+    env += container["env"]
+    return objects.environment(spec, {**container, "env": env}, FIELDS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_manifests_are_valid(name):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for manifest in manifests(name):
+        if schema := SCHEMAS.get(manifest["kind"]):
+            assert manifest["apiVersion"] == schema["apiVersion"]
+            jsonschema.validate(manifest["spec"], schema["spec"])
+            continue
+        kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pod_templates_of_custom_resources_are_valid(name):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for _, template in pod_templates(manifests(name)):
+        pod_manifest = {"apiVersion": "v1", "kind": "Pod", **template}
+        pod_manifest["metadata"] = {"name": "a", **template["metadata"]}
+        kubernetes_validate.validate(pod_manifest, KUBERNETES_VERSION, strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_program_starts_with_its_command_and_variables(name, monkeypatch):
+    """Each variable is an option of this program, with a valid value, and the declared
+    ports are those that the program listens on.
+    """
+    assert programs(name)
+    for pod, spec, container in programs(name):
+        _, command, *argv = container["command"]
+        assert command in COMMANDS
+        settings_class = PROGRAMS[f"baton {command}"]
+        valid_names = set(map(variable_name, field_paths(settings_class)))
+        env = environment(name, spec, container)
+        given = {key for key in env if key.startswith("BATON_")}
+        assert given - valid_names - MACHINE_VARIABLES == set(), pod
+        with monkeypatch.context() as patch:
+            for key, value in env.items():
+                patch.setenv(key, value)
+            settings: Any = load(settings_class, argv)
+        ports = {port["containerPort"] for port in container.get("ports", [])}
+        expected = {settings.port}
+        if command != "proxy":
+            expected.add(settings.side_channel_port)
+            if settings.nnodes > 1:
+                expected.add(settings.rendezvous_address[1])
+        assert ports == (set() if pod.endswith("workerTemplate") else expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_servers_register_where_proxies_are_at_addresses_of_their_own(
+    name, monkeypatch
+):
+    """Every pod of the proxy has to get the registration, even before it is ready,
+    because it is not ready before servers have registered.
+    """
+    objects = Objects(manifests(name))
+    for pod, spec, container in programs(name):
+        if "proxy" in container["command"]:
+            continue
+        env = environment(name, spec, container)
+        service_name, port = re.fullmatch(
+            r"http://([\w-]+):(\d+)", env["BATON_REGISTER"]
+        ).groups()
+        service = objects.get("Service", service_name)["spec"]
+        assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"]
+        assert service["ports"][0]["port"] == int(port) == 8000
+        address = GROUP["LWS_LEADER_ADDRESS"] if env.get("BATON_NNODES") else None
+        address = address or FIELDS["status.podIP"]
+        assert env["BATON_SIDE_CHANNEL_HOST"] == address, pod
+        assert env["BATON_ADVERTISE_URL"] == f"http://{address}:{env['BATON_PORT']}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_probes_ask_paths_of_the_program_at_its_port(name):
+    for pod, _, container in programs(name):
+        if pod.endswith("workerTemplate"):
+            continue  # it serves no HTTP
+        port = container["ports"][0]["name"]
+        paths = {}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[kind]["httpGet"]["port"] == port
+            paths[kind] = container[kind]["httpGet"]["path"]
+        assert paths == {
+            "startupProbe": "/health",
+            "readinessProbe": "/ready",
+            "livenessProbe": "/health",
+        }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drain_can_end_within_the_grace_period(name):
+    """A server drains for half of its grace period and then ends its engine within all
+    of it. The proxy drains and ends within its grace period.
+    """
+    for pod, spec, container in programs(name):
+        env = environment(name, spec, container)
+        grace_s = float(env["BATON_SHUTDOWN_GRACE_S"])
+        hook = container.get("lifecycle", {}).get("preStop", {})
+        needed_s = hook.get("sleep", {}).get("seconds", 0) + grace_s
+        if "proxy" in container["command"]:
+            assert hook, "clients still come while the Service is updated"
+        else:
+            needed_s += 1 + grace_s / 2
+        assert spec["terminationGracePeriodSeconds"] > needed_s, pod
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_run_as_the_user_of_the_image_without_privileges(name):
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    (user,) = re.findall(r"(?m)^USER (\d+)$", text)
+    for pod, spec, container in programs(name):
+        assert spec["securityContext"]["runAsUser"] == int(user), pod
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        # The variables of a Service named baton are no options of Baton.
+        assert spec["enableServiceLinks"] is False
+        assert spec["automountServiceAccountToken"] is False
+        assert container["resources"]["requests"] and container["resources"]["limits"]
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        if "proxy" not in container["command"]:
+            assert {"/tmp", "/dev/shm", "/home/baton/.cache"} <= mounts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_and_options_are_replaced_everywhere(name):
+    """Kustomize knows the images and references of Kubernetes' own kinds only."""
+    tag = "cpu" if name == "cpu" else "gpu"
+    for pod, _, container in programs(name):
+        assert container["image"] == f"baton:{tag}", pod
+        for source in container["envFrom"]:
+            Objects(manifests(name)).get("ConfigMap", source["configMapRef"]["name"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_services_and_budgets_select_pods_and_their_ports(name):
+    templates = [template for _, template in pod_templates(manifests(name))]
+    for manifest in manifests(name):
+        spec = manifest["spec"] if "spec" in manifest else {}
+        if manifest["kind"] == "Service":
+            selector = spec["selector"]
+        elif manifest["kind"] == "PodDisruptionBudget":
+            selector = spec["selector"]["matchLabels"]
+        else:
+            continue
+        selected = [
+            template
+            for template in templates
+            if selector.items() <= template["metadata"]["labels"].items()
+        ]
+        assert len(selected) == 1, manifest["metadata"]["name"]
+        ports = {
+            port["name"]
+            for container in selected[0]["spec"]["containers"]
+            for port in container.get("ports", [])
+        }
+        assert {port["targetPort"] for port in spec.get("ports", [])} <= ports
+
+
+def test_metrics_of_autoscalers_and_adapter_are_gauges_of_servers():
+    gauges = {spec.name for spec in TABLE if spec.kind == "gauge"}
+    text = (K8S / "components" / "hpa" / "prometheus-adapter.yaml").read_text()
+    (rule,) = yaml.safe_load(text)["rules"]["custom"]
+    offered = set(re.findall(r"baton_\w+", rule["seriesQuery"]))
+    used = {
+        metric["pods"]["metric"]["name"]
+        for manifest in manifests("hpa")
+        if manifest["kind"] == "HorizontalPodAutoscaler"
+        for metric in manifest["spec"]["metrics"]
+    }
+    assert used == offered
+    assert "baton_queue_seconds" in used and used <= gauges
+
+
+def test_autoscalers_own_the_number_of_pods():
+    objects = Objects(manifests("hpa"))
+    for scaler in objects.of_kind("HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        deployment = objects.get(target["kind"], target["name"])
+        assert "replicas" not in deployment["spec"]
+
+
+def test_pod_monitors_scrape_each_job_that_alerts_name_with_a_key_that_opens_metrics():
+    jobs = {}
+    for monitor in Objects(manifests("monitor")).of_kind("PodMonitor"):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["path"] == "/metrics"
+        (relabeling,) = endpoint["relabelings"]
+        key = endpoint["authorization"]["credentials"]["key"]
+        jobs[relabeling["replacement"]] = (endpoint["portNumber"], key)
+    assert jobs == {
+        "baton-proxy": (8000, "admin-key"),
+        "baton-prefill": (8100, "server-key"),
+        "baton-decode": (8200, "server-key"),
+    }
+
+
+def test_alerts_and_dashboard_are_those_of_the_other_deployments():
+    objects = Objects(manifests("monitor"))
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus-rules.yml").read_text())
+    dashboard = (ROOT / "deploy" / "grafana-dashboard.json").read_text()
+    fix = "run `make manifests`"
+    assert objects.get("PrometheusRule", "baton")["spec"] == rules, fix
+    config = objects.get("ConfigMap", "baton-dashboard")
+    assert json.loads(config["data"]["grafana-dashboard.json"]) == json.loads(
+        dashboard
+    ), fix
+
+
+def test_model_volume_can_be_added_to_every_kind_of_server(tmp_path):
+    """Users combine components in an overlay of their own."""
+    for name in ("base", "gpu-pair"):
+        folder = tmp_path / name
+        folder.mkdir()
+        source = K8S / name if name == "base" else K8S / "overlays" / name
+        up = Path(*[".."] * (len(folder.parts) - 1))
+        content = {
+            "resources": [str(up / source.relative_to("/"))],
+            "components": [
+                str(up / K8S.relative_to("/") / "components" / "model-volume")
+            ],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+        for pod, template in pod_templates(render(folder)):
+            volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+            is_proxy = pod == "baton-proxy"
+            assert ("cache" in volumes) != is_proxy
+            assert is_proxy or "persistentVolumeClaim" in volumes["cache"]
+
+
+def test_no_secret_has_a_value_in_the_repository():
+    for name in NAMES:
+        assert not Objects(manifests(name)).of_kind("Secret")
+    references = {
+        variable["valueFrom"]["secretKeyRef"]["key"]
+        for name in NAMES
+        for _, _, container in programs(name)
+        for variable in container["env"]
+        if "secretKeyRef" in variable.get("valueFrom", {})
+    }
+    assert references == set(secret()["data"])

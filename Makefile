@@ -38,7 +38,7 @@ DIGEST := $(shell (cat pyproject.toml constraints.txt; echo '$(EXTRAS)') | cksum
 SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
 TEST_STAMP := $(VENV)/.test-$(DIGEST)
 
-.PHONY: help serve warm setup test test-all test-gpu lint format manifests bench eval clean
+.PHONY: help serve warm setup test test-all test-gpu lint format manifests bench eval dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -97,6 +97,12 @@ eval: $(TEST_STAMP)  ## lm_eval on a running endpoint (TASKS= LIMIT= URL= MODEL=
 	@$(PY) -m benchmarks.evaluate --url '$(URL)' --tasks '$(TASKS)' \
 	  $(if $(LIMIT),--limit '$(LIMIT)') $(if $(MODEL),--model '$(MODEL)') $(ARGS) \
 	  | tee -a build/evaluation.md
+
+# The wheel is built from the source distribution, so that nothing stale in build/ gets into it.
+dist: $(SERVE_STAMP)  ## source distribution and wheel in dist/
+	@$(PIP) build $(BRIEFLY)
+	@rm -rf dist && $(PY) -m build --outdir dist . > build.log 2>&1 || { cat build.log >&2; exit 1; }
+	@rm build.log; ls dist/*
 
 clean:  ## removes what make made, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

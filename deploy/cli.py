@@ -92,6 +92,23 @@ GROUPS = {
             program="deploy.doctor:main",
             options="deploy.doctor:DoctorSettings",
         ),
+        "health": Command(
+            "whether the process at BATON_HOST and BATON_PORT is healthy",
+            program="deploy.healthcheck:main",
+            options="deploy.healthcheck:make_parser",
+        ),
+    },
+    "set up": {
+        "files": Command(
+            "write the container files, manifests, dashboards, alerts and examples",
+            program="deploy.files:main",
+            options="deploy.files:FilesSettings",
+        ),
+        "completion": Command(
+            "a script that completes commands and options in your shell",
+            program="deploy.completion:main",
+            options="deploy.completion:own_parser",
+        ),
     },
 }
 COMMANDS = {

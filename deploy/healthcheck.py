@@ -1,23 +1,16 @@
 """Sends HTTP requests to a Baton process on this machine.
 
-As a program, this module checks /health at BATON_HOST and BATON_PORT, over TLS if
-BATON_TLS_CERT is set:
-
-python -m deploy.healthcheck        # exit status 0 if the response is 200
+`baton health` checks /health at BATON_HOST and BATON_PORT, over TLS if BATON_TLS_CERT
+is set. It imports little, because containers run it every few seconds.
 """
 
+import argparse
 import os
-import sys
-
-# `python -m` puts the working directory first in sys.path. A model.py there would hide
-# Baton's own package `model`.
-if __name__ == "__main__" and not sys.flags.safe_path:
-    if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
-        del sys.path[0]
-
 import ssl
+import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 
 TIMEOUT_S = 2.0
 LOOPBACK = "127.0.0.1"
@@ -75,8 +68,18 @@ def fetch(url: str, timeout_s: float, key: str | None = None) -> tuple[int, byte
             return error.code, bytes(error.read())
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `baton health`, which has no options."""
+    return argparse.ArgumentParser(
+        prog="baton health",
+        description="Ends with 0 if GET /health of the process at BATON_HOST and "
+        "BATON_PORT (default: 127.0.0.1 and 8000) returns 200, else with 1.",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Checks /health. Returns the exit status: 0 if the server is healthy, else 1."""
+    make_parser().parse_args(argv)
     host = url_host(os.environ.get("BATON_HOST", LOOPBACK))
     scheme = "https" if os.environ.get("BATON_TLS_CERT") else "http"
     url = f"{scheme}://{host}:{os.environ.get('BATON_PORT', '8000')}/health"
@@ -86,7 +89,3 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

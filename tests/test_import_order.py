@@ -24,7 +24,7 @@ ORDER = ("protocol", "kvcache", "attention", "model", "engine")
 MAY_IMPORT = {name: set(ORDER[:index]) for index, name in enumerate(ORDER)}
 SERVERS = ("prefill_server", "decode_server")
 MAY_IMPORT |= {name: set(ORDER) for name in SERVERS} | {"proxy": {"protocol"}}
-LAUNCHERS = ("deploy", "benchmarks")
+LAUNCHERS = ("baton_pd", "deploy", "benchmarks")
 PACKAGES = (*MAY_IMPORT, *LAUNCHERS)
 
 # Only these files may import these packages. All other files use the interface of these

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 
 import protocol
@@ -21,18 +20,13 @@ def child_environment() -> dict[str, str]:
     """
     environ = clean_environment(os.environ)
     environ[SAFE_PATH] = "1"
+    # The folder of Baton's packages is the repository, or the package baton_pd if Baton
+    # is installed. Neither has a module with the name of one of Python's.
     root = os.path.dirname(os.path.dirname(os.path.abspath(protocol.__file__)))
-    # In a checkout, `python -m` puts the checkout on sys.path. The child then needs the
-    # checkout on PYTHONPATH. A folder of installed packages must not be on PYTHONPATH,
-    # because it would precede Python's standard library.
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    is_installed = os.path.basename(root) in ("site-packages", "dist-packages")
-    if (
-        not is_installed
-        and root not in paths
-        and root in map(os.path.abspath, sys.path)
-    ):
-        environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [root, *(path for path in paths if path != root)]
+    )
     return environ
 
 

@@ -29,6 +29,7 @@ TOPICS = {
     "members": "how the proxy and its servers find and call each other",
     "http": "address, limits of requests and of the waiting queue",
     "access": "API keys and TLS",
+    "telemetry": "metrics, traces and logs",
     "other": "other options",
 }
 ALL = "all"

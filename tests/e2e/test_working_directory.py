@@ -11,20 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.decoys import make_decoys
 from tests.rigs.plain_http import http
 from tests.rigs.programs import TIMEOUT_S, environment, launched
 
-DECOY = "raise SystemExit('this file belongs to the user: ' + __file__)\n"
-MODULES = (
-    "model protocol attention kvcache benchmarks "
-    "json socket random selectors pickle logging queue signal tempfile "
-    "torch numpy nixl transformers tokenizers llguidance yaml uvicorn"
-).split()
-PACKAGES = ("engine", "tests", "pydantic")
 # The same script as pip creates for the entry point `baton`.
 CONSOLE_SCRIPT = """\
 import sys
-from deploy.cli import main
+from baton_pd.__main__ import main
 if __name__ == "__main__":
     sys.exit(main())
 """
@@ -34,11 +28,7 @@ if __name__ == "__main__":
 def home(tmp_path: Path) -> Path:
     """The directory of a user's project."""
     folder = tmp_path / "project"
-    for name in PACKAGES:
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").write_text(DECOY)
-    for name in MODULES:
-        (folder / f"{name}.py").write_text(DECOY)
+    make_decoys(folder)
     return folder
 
 
@@ -114,6 +104,7 @@ def test_tools_work(argv, baton, home):
     commands = [baton]
     if argv[0] != "doctor":  # doctor takes many seconds, so it runs only once
         commands.append((sys.executable, "-m", "deploy.cli"))
+        commands.append((sys.executable, "-m", "baton_pd"))
     for command in commands:
         done = subprocess.run(
             [*command, *argv],
@@ -128,12 +119,12 @@ def test_tools_work(argv, baton, home):
         assert "does not work" not in done.stdout
 
 
-@pytest.mark.parametrize("module", ["proxy", "deploy.cli", "deploy.healthcheck"])
+@pytest.mark.parametrize("module", ["proxy", "deploy.cli", "baton_pd"])
 def test_module_started_by_hand_imports_packages_of_baton(module, home):
     done = subprocess.run(
         [sys.executable, "-m", module, "--help"],
         cwd=home,
-        env={**environment(), "BATON_PORT": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,12 +61,18 @@ class Program:
 
 
 @contextmanager
-def launched(argv: Sequence[str], cwd: Path = ROOT) -> Iterator[Program]:
-    """Start a program, and kill it when the block ends."""
+def launched(
+    argv: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> Iterator[Program]:
+    """Start a program, and kill it when the block ends.
+
+    Args:
+        env: Environment of the program; None: `environment()`.
+    """
     process = subprocess.Popen(
         argv,
         cwd=cwd,
-        env=environment(),
+        env=environment() if env is None else env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

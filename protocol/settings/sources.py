@@ -26,6 +26,8 @@ INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
 MACHINE_PREFIX = "BATON_TEST_"  # all variables with this prefix are about the machine
 DNS_SCHEME = "dns+"  # prefix of a URL that stands for all addresses of its host name
+# Kubernetes sets BATON_PORT=tcp://10.96.0.10:80 for a Service named "baton".
+_SERVICE_LINK_SCHEME = "tcp://"
 _URL_FIX = "write http(s)://host:port"
 
 
@@ -148,11 +150,13 @@ Origin = Annotated[
 def check_environment(
     cls: type[BaseModel], programs: Iterable[type[BaseModel]]
 ) -> None:
-    """Raises ConfigError for a BATON_* variable that no Baton program reads.
+    """Raises ConfigError for a BATON_* variable that no Baton program reads, or that
+    Kubernetes has set.
 
     A variable of a different program is not an error, because several programs may run
     in the same environment.
     """
+    _check_service_links()
     valid_names = {
         variable_name(path)
         for program in (cls, *programs)
@@ -161,6 +165,20 @@ def check_environment(
     for name in _other_variables(valid_names):
         hint = suggestion(name, valid_names | MACHINE_VARIABLES)
         raise ConfigError(f"unknown environment variable {name}{hint}")
+
+
+def _check_service_links() -> None:
+    """Raises ConfigError for a variable that Kubernetes sets for a Service.
+
+    A Service named "baton" sets BATON_PORT in every pod of its namespace.
+    """
+    for name, value in sorted(os.environ.items()):
+        if _is_setting(name) and value.startswith(_SERVICE_LINK_SCHEME):
+            raise ConfigError(
+                f"{name} is {short_repr(value)}, which Kubernetes sets because the "
+                "namespace has a Service with this name: set enableServiceLinks: false "
+                "in the pod's spec"
+            )
 
 
 def unread_variables(cls: type[BaseModel]) -> list[str]:

@@ -448,6 +448,13 @@ def test_variables_of_other_programs_are_listed_with_similar_names(monkeypatch):
     assert unread_variables(P) == []
 
 
+def test_variable_that_kubernetes_sets_for_a_service_is_named_with_its_fix(monkeypatch):
+    monkeypatch.setenv("BATON_SERVICE_HOST", "10.96.0.10")
+    monkeypatch.setenv("BATON_PORT", "tcp://10.96.0.10:80")
+    with pytest.raises(ConfigError, match=r"^BATON_PORT .*enableServiceLinks: false"):
+        load(DecodeSettings, [])
+
+
 def test_launcher_does_not_pass_on_its_settings() -> None:
     machine_variables = {"BATON_CACHE": "c", "BATON_EVAL_DATA": "d", "HF_TOKEN": "t"}
     environ = {"BATON_PORT": "1", "BATON_READY_FD": "3", **machine_variables}

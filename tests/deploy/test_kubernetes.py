@@ -322,3 +322,37 @@ def test_no_secret_has_a_value_in_the_repository():
         if "secretKeyRef" in variable.get("valueFrom", {})
     }
     assert references == set(secret()["data"])
+
+
+def test_pool_has_the_servers_at_the_port_of_both_legs():
+    """A picker reads metrics and sends requests at one port of all pods."""
+    objects = Objects(manifests("gateway"))
+    pool = objects.get("InferencePool", "baton")["spec"]
+    selector = pool["selector"]["matchLabels"]
+    (port,) = pool["targetPorts"]
+    roles = {}
+    for _, template in pod_templates(manifests("gateway")):
+        labels = template["metadata"]["labels"]
+        if not selector.items() <= labels.items():
+            continue
+        roles[labels["llm-d.ai/role"]] = template["spec"]
+    assert set(roles) == {"prefill", "decode"}
+    (prefill,) = roles["prefill"]["containers"]
+    assert prefill["ports"][0]["containerPort"] == port["number"]
+    (sidecar,) = roles["decode"]["initContainers"]
+    assert f"--port={port['number']}" in sidecar["args"]
+    # The sidecar calls the server at this port unless told otherwise.
+    (decode,) = roles["decode"]["containers"]
+    assert decode["ports"][0]["containerPort"] == 8200
+    service = objects.get("Service", pool["endpointPickerRef"]["name"])["spec"]
+    assert service["ports"][0]["port"] == pool["endpointPickerRef"]["port"]["number"]
+
+
+def test_picker_can_read_the_metrics_without_a_key_under_names_that_it_knows():
+    (config,) = [
+        manifest["data"]
+        for manifest in Objects(manifests("gateway")).of_kind("ConfigMap")
+        if "BATON_MODEL" in manifest["data"]
+    ]
+    assert config["BATON_PUBLIC_METRICS"] == "true"
+    assert config["BATON_METRIC_ALIASES"] == "vllm"

@@ -152,3 +152,33 @@ def test_every_prompt_behind_vllm_router_is_transferred(vllm_router, tiny_cluste
     assert increase('source="recomputed"') == 24, (
         "recomputed more than the last token of each prompt"
     )
+
+
+def test_sidecar_of_llm_d_gets_the_answers_of_the_decode_server_alone(tiny_cluster):
+    """The sidecar is a program in Go, so the test sends the two requests that it makes
+    of a client's with the connector nixlv2.
+    """
+    (prefill_server,) = tiny_cluster.prefill
+    (decode_server,) = tiny_cluster.decode
+    body = {"prompt": fresh_prompt(70), "max_tokens": 12, "min_tokens": 5, **_SAMPLED}
+    prefill_leg = {
+        **body,
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+    del prefill_leg["min_tokens"]
+    prefilled, _ = _post(prefill_server.url, "/v1/completions", prefill_leg)
+    decode_leg = {**body, "kv_transfer_params": prefilled["kv_transfer_params"]}
+    decoded, kv = _post(decode_server.url, "/v1/completions", decode_leg)
+    assert kv["transferred"] >= 69
+    decode_only, _ = _post(decode_server.url, "/v1/completions", body)
+    assert _choices(decoded) == _choices(decode_only)

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.rigs import images
 from tests.rigs.cluster import wait_until
 from tests.rigs.hosts import Hosts
 from tests.rigs.kubernetes import ROOT, Manifest, Objects, matches
@@ -29,14 +30,13 @@ _NAMESPACES = ("--mount", "--pid", "--ipc", "--uts", "--net", "--root")
 
 
 @dataclass(frozen=True)
-class Image:
-    """A root file system.
+class RootFileSystem:
+    """The files of a container, and the variables that its image sets.
 
     Attributes:
         root: the folder with all files, or None if `binds` has them.
-        binds: folders of this machine by their path in the image, read-only.
-        links: symbolic links by their path in the image.
-        env: the variables that the image sets.
+        binds: folders of this machine by their path in the container, read-only.
+        links: symbolic links by their path in the container.
     """
 
     root: Path | None = None
@@ -45,8 +45,23 @@ class Image:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def checkout_image(folder: Path) -> Image:
-    """Return an image with the programs of this machine and the code of this checkout.
+@contextlib.contextmanager
+def root_file_system(folder: Path) -> Iterator[RootFileSystem]:
+    """Return the files of the real image if it can be built here, else of this machine
+    and this checkout.
+
+    Args:
+        folder: see checkout_files.
+    """
+    if images.missing_requirement() is not None:
+        yield checkout_files(folder)
+        return
+    with images.mounted_image() as image:
+        yield RootFileSystem(image.root, env=image.env)
+
+
+def checkout_files(folder: Path) -> RootFileSystem:
+    """Return the programs of this machine and the code of this checkout.
 
     Args:
         folder: where the command `baton` is written.
@@ -68,7 +83,7 @@ def checkout_image(folder: Path) -> Image:
     for prefix in {sys.prefix, sys.base_prefix}:
         if not prefix.startswith("/usr"):
             binds[prefix] = Path(prefix)
-    return Image(None, binds, links, {"PATH": "/opt/bin:/usr/bin:/bin"})
+    return RootFileSystem(None, binds, links, {"PATH": "/opt/bin:/usr/bin:/bin"})
 
 
 class Pod:
@@ -145,25 +160,32 @@ class Pod:
             raise NotImplementedError("containers with separate process namespaces")
         script = self._folder / "setup.sh"
         script.write_text("\n".join(self._setup_commands()))
-        unshare = "unshare --mount --pid --ipc --uts --fork --kill-child".split()
+        # The pod ends with this thread, even if the tests are killed.
+        unshare = "setpriv --pdeathsig KILL unshare --mount --pid --ipc --uts --fork"
+        argv = [*unshare.split(), "--kill-child", "sh", "-e", str(script)]
         with self._cluster.hosts.inside(self.name):
-            self._pause = subprocess.Popen([*unshare, "sh", "-e", str(script)])
+            self._pause = subprocess.Popen(argv)
         wait_until((self._folder / "is-set-up").exists, START_TIMEOUT_S)
 
     def _setup_commands(self) -> list[str]:
         """Return the commands that build the root file system of the pod."""
-        image = self._cluster.image
+        files = self._cluster.files
         root = self._folder / "root"
         root.mkdir()
         lines = []
-        if image.root is not None:
-            lines.append(f"mount --bind {image.root} {root}")
+        if files.root is not None:
+            # The layer above the image is only for the folders of mounts.
+            upper = self._folder / "upper"
+            work = self._folder / "work"
+            lines.append(f"mkdir {upper} {work}")
+            layers = f"lowerdir={files.root},upperdir={upper},workdir={work}"
+            lines.append(f"mount -t overlay -o {layers} none {root}")
         else:
             lines += [f"mount -t tmpfs -o mode=755 none {root}", f"cd {root}"]
             lines.append("mkdir -p etc home/baton/.cache opt dev proc sys tmp")
-        for path, target in image.links.items():
+        for path, target in files.links.items():
             lines.append(f"ln -s {target} {root}{path}")
-        for path, source in image.binds.items():
+        for path, source in files.binds.items():
             lines.append(f"mkdir -p {root}{path}")
             lines.append(f"mount --rbind -o ro {source} {root}{path}")
         lines.append(f"mount --rbind /dev {root}/dev")
@@ -200,7 +222,7 @@ class Pod:
                     raise NotImplementedError(volume)
 
     def _start_container(self, container: Manifest) -> None:
-        env = {"HOME": "/home/baton", **self._cluster.image.env}
+        env = {"HOME": "/home/baton", **self._cluster.files.env}
         fields = {"status.podIP": self.address, "metadata.name": self.name}
         env |= self._cluster.objects.environment(self.spec, container, fields)
         words = [f"{name}={value}" for name, value in env.items()]
@@ -225,7 +247,7 @@ class Pod:
         setpriv = f"setpriv {user} --groups={context['fsGroup']} --bounding-set=-all"
         if not context["allowPrivilegeEscalation"]:
             setpriv += " --no-new-privs"
-        nsenter = ["nsenter", "--target", str(pid), *_NAMESPACES, "--wdns=/tmp"]
+        nsenter = ["nsenter", "--target", str(pid), *_NAMESPACES, "--wdns=/home/baton"]
         return [*nsenter, *shlex.split(setpriv), *argv]
 
     def _end(self, container: Manifest, deadline_s: float) -> None:
@@ -327,9 +349,9 @@ class Cluster:
         folder: folder for the files of the pods.
     """
 
-    def __init__(self, objects: Objects, image: Image, folder: Path) -> None:
+    def __init__(self, objects: Objects, files: RootFileSystem, folder: Path) -> None:
         self.objects = objects
-        self.image = image
+        self.files = files
         self.folder = folder
         self.folder.chmod(0o755)
         self.hosts = Hosts(NODE, folder=folder)
@@ -394,6 +416,11 @@ class Cluster:
                 endings.append(pool.submit(self._delete, name, pod))
         for ending in endings:
             ending.result()
+
+    def evict(self, name: str) -> None:
+        """End a pod of a deployment, as a drain of its node does, and replace it."""
+        self._delete(name, self.pods[name][0])
+        self._wait_until_ready(self._create(name))
 
     def _create(self, name: str) -> Pod:
         template = self.objects.get("Deployment", name)["spec"]["template"]

@@ -8,7 +8,7 @@ VENV ?= .venv
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
-# For `make eval`: names of lm_eval tasks, documents per task (none: all), the endpoint.
+# For `make eval`: names of lm_eval tasks, documents per task (none: all), the endpoint (also of `make bench`).
 TASKS ?=
 LIMIT ?=
 URL ?= http://127.0.0.1:$(PORT)
@@ -89,8 +89,8 @@ manifests:  ## writes what deploy/k8s has from the alerts and the dashboard in d
 	@{ cat $(MONITOR)/rule-head.txt; sed -n '/^groups:/,$$ s/^./  &/p; /^$$/ p' deploy/prometheus-rules.yml; } \
 	  > $(MONITOR)/prometheus-rule.yaml
 
-bench: $(SERVE_STAMP)  ## load on a running endpoint (ARGS= for benchmarks.serve)
-	@$(PY) -m benchmarks.serve $(ARGS)
+bench: $(SERVE_STAMP)  ## load on a running endpoint (URL= ARGS= for baton bench)
+	@exec $(VENV)/bin/baton bench --url '$(URL)' $(ARGS)
 
 eval: $(TEST_STAMP)  ## lm_eval on a running endpoint (TASKS= LIMIT= URL= MODEL= ARGS=)
 	@mkdir -p build

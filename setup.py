@@ -31,6 +31,7 @@ setup(
     package_data={
         f"{NAME}.deploy": ["*", "**/*", ".*", "**/.*"],
         f"{NAME}.proxy.ui": ["assets/*"],
+        f"{NAME}.benchmarks.bench.results": ["assets/*"],
     },
     exclude_package_data={"": ["*.pyc", "__pycache__/*", "**/__pycache__/*"]},
 )

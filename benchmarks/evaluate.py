@@ -34,7 +34,7 @@ from benchmarks.answers import (
     save,
     table,
 )
-from benchmarks.endpoint import get_model, open_session
+from benchmarks.bench.endpoint import find_model, open_session
 
 # A saved reference can be used only with the settings that produced it.
 _SETTINGS = ("limit", "max_length", "chat")
@@ -211,7 +211,7 @@ def adds_bos(model: Path) -> bool:
 
 async def _served_model(options: argparse.Namespace) -> str:
     async with open_session(options.url, 30.0, options.api_key) as session:
-        return str((await get_model(session))["id"])
+        return str((await find_model(session, options.url))["id"])
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,20 +1,18 @@
-"""The requests that simulated servers get: recorded traces and synthetic mixes.
+"""The requests that simulated servers get: sessions of a trace and synthetic mixes.
 
 Each prompt is represented by the hashes of its blocks. Prompts with a common prefix
 begin with the same hashes.
 """
 
-import csv
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 
-BLOCK_TOKENS = 512  # as in Mooncake's traces
+from benchmarks.bench.traces import BLOCK_TOKENS
+from benchmarks.bench.workload import Workload as SessionWorkload
+from benchmarks.bench.workload import block_hashes, segments
 
 
 @dataclass(slots=True)
@@ -24,6 +22,7 @@ class Request:
     Attributes:
         hashes: hashes of the prompt's blocks.
         turn: number of preceding requests in the same session.
+        session: number of the session in a trace.
         uncomputed_tokens: tokens of the prompt that a server still has to compute.
         on_decode_server: whether a decode server computes the prompt.
         overtaken_tokens: tokens of shorter prompts that came later, but were queued
@@ -35,6 +34,7 @@ class Request:
     output_tokens: int
     hashes: tuple[int, ...]
     turn: int = 0
+    session: int = 0
     uncomputed_tokens: int = 0
     generated_tokens: int = 0
     first_token_s: float = 0.0
@@ -54,42 +54,40 @@ def _no_follow_up(_request: Request, _now: float) -> None:
     pass
 
 
-# -- traces: the first `max_requests` requests, `load` times as fast as recorded
+# -- sessions of a trace
 
 
-def read_mooncake(path: Path, load: float, max_requests: int) -> Workload:
-    """Read a trace of Mooncake (JSON lines, timestamps in ms)."""
-    requests = []
-    for line in path.read_text().splitlines()[:max_requests]:
-        row = json.loads(line)
-        request = Request(
-            arrival_s=row["timestamp"] / 1e3 / load,
-            prompt_tokens=row["input_length"],
-            output_tokens=row["output_length"],
-            hashes=tuple(row["hash_ids"]),
-        )
-        requests.append(request)
-    return requests, _no_follow_up
+def from_sessions(workload: SessionWorkload, block_tokens: int) -> Workload:
+    """Return the requests of sessions.
 
-
-def read_azure(path: Path, load: float, max_requests: int) -> Workload:
-    """Read a trace of Azure (CSV).
-
-    The trace has only the lengths of prompts, so no two prompts get a common prefix.
+    Args:
+        block_tokens: tokens of a block of `Request.hashes`.
     """
-    with path.open() as file:
-        rows = list(itertools.islice(csv.DictReader(file), max_requests))
-    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
-    maker = _RequestMaker()
-    requests = [
-        maker.request(
-            (time - times[0]).total_seconds() / load,
-            max(int(row["ContextTokens"]), 1),
-            max(int(row["GeneratedTokens"]), 1),
+
+    def request(session_index: int, turn_index: int, arrival_s: float) -> Request:
+        parts = segments(workload, session_index, turn_index)
+        turn = workload.sessions[session_index].turns[turn_index]
+        return Request(
+            arrival_s=arrival_s,
+            prompt_tokens=sum(length for _, length in parts),
+            output_tokens=turn.output_tokens,
+            hashes=block_hashes(parts, block_tokens),
+            turn=turn_index,
+            session=session_index,
         )
-        for time, row in zip(times, rows, strict=True)
+
+    def next_turn(previous: Request, now: float) -> Request | None:
+        turns = workload.sessions[previous.session].turns
+        turn_index = previous.turn + 1
+        if turn_index == len(turns):
+            return None
+        return request(previous.session, turn_index, now + turns[turn_index].think_s)
+
+    first_turns = [
+        request(index, 0, session.arrival_s)
+        for index, session in enumerate(workload.sessions)
     ]
-    return requests, _no_follow_up
+    return first_turns, next_turn
 
 
 # -- mixes: each docstring says what `load` multiplies

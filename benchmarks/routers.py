@@ -7,7 +7,7 @@ simulated servers.
 
 from typing import NamedTuple
 
-from benchmarks.loads import BLOCK_TOKENS, Request
+from benchmarks.loads import Request
 from benchmarks.simulation import Engine, Fleet
 from proxy.placement.assignment import Assignment
 from proxy.placement.load_tracker import Disaggregate, LoadTracker, Routing
@@ -29,9 +29,9 @@ class _Legs(NamedTuple):
     stream: Assignment
 
 
-def _profile(request: Request) -> RequestProfile:
+def _profile(request: Request, block_tokens: int) -> RequestProfile:
     return RequestProfile(
-        request.prompt_tokens, request.hashes, BLOCK_TOKENS, request.output_tokens
+        request.prompt_tokens, request.hashes, block_tokens, request.output_tokens
     )
 
 
@@ -68,7 +68,7 @@ class ProxyRouter:
 
     def place_prompt(self, request: Request) -> Engine:
         self._poll()
-        profile = _profile(request)
+        profile = _profile(request, self._fleet.times.block_tokens)
         on_decode_server = not self._prefills or self.tracker.decode_only
         if on_decode_server is None:  # the load decides
             self._reservation = self.tracker.reserve_decode_only(
@@ -177,7 +177,7 @@ class IdealRouter:
             for engine in fleet.engines
         }
         placement = choose(
-            _profile(request),
+            _profile(request, fleet.times.block_tokens),
             [self._load(engine) for engine in fleet.prefills],
             [self._load(engine) for engine in fleet.decodes],
             CachedPrefixes(depths),
@@ -189,7 +189,8 @@ class IdealRouter:
 
     def place_stream(self, request: Request) -> Engine:
         loads = [self._load(engine) for engine in self._fleet.decodes]
-        return self._fleet.decodes[least_full_server(_profile(request), loads)]
+        profile = _profile(request, self._fleet.times.block_tokens)
+        return self._fleet.decodes[least_full_server(profile, loads)]
 
     def on_computed(self, request: Request) -> None:
         pass

@@ -17,16 +17,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.loads import (
-    MIXES,
-    FollowUp,
-    Request,
-    Workload,
-    read_azure,
-    read_mooncake,
-)
+from benchmarks.bench.errors import BenchError
+from benchmarks.bench.traces import BLOCK_TOKENS, read_trace
+from benchmarks.bench.workload import scaled
+from benchmarks.engine_times import EngineTimes
+from benchmarks.loads import MIXES, FollowUp, Request, Workload, from_sessions
 from benchmarks.routers import IdealRouter, ProxyRouter
-from benchmarks.simulation import Engine, EngineTimes, Fleet
+from benchmarks.simulation import Engine, Fleet
 from proxy.placement.load_tracker import Disaggregate, Routing
 from proxy.placement.server_load import USUAL_STEP_S
 
@@ -159,14 +156,14 @@ def simulate(
 def _workload(args: argparse.Namespace, load: float) -> Workload:
     if args.mix:
         return MIXES[args.mix](load, args.requests)
-    read = read_azure if args.trace.suffix == ".csv" else read_mooncake
-    return read(args.trace, load, args.requests)
+    sessions = scaled(read_trace(args.trace, args.requests), load, 1.0)
+    return from_sessions(sessions, BLOCK_TOKENS)
 
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.routing", description=__doc__)
     add = parser.add_argument
-    add("--trace", type=Path, help="JSON lines of Mooncake, or CSV of Azure")
+    add("--trace", type=Path, help="a trace that `baton bench` reads")
     add("--mix", choices=MIXES, help="a synthetic load")
     add("--shapes", default="2P2D", help="such as 4D,2P2D,1P3D")
     add("--load", default="1.0", help="factors of the load, such as 1.0,1.5")
@@ -211,7 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     print(HEAD)
     for shape, load, policy in itertools.product(shapes, loads, policies):
         # A simulation changes its requests, so each simulation makes new requests.
-        requests, follow_up = _workload(args, float(load))
+        try:
+            requests, follow_up = _workload(args, float(load))
+        except BenchError as error:
+            print(f"benchmarks.routing: error: {error}", file=sys.stderr)
+            return 2
         row = {"shape": shape, "load": load, "policy": policy}
         row |= simulate(policy, shape, requests, follow_up, args)
         print(ROW.format(*row.values()), flush=True)

@@ -12,90 +12,19 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Protocol
 
-from benchmarks.loads import BLOCK_TOKENS, FollowUp, Request
+from benchmarks.engine_times import EngineTimes, measured_times
+from benchmarks.loads import FollowUp, Request
 from engine.core.budget import step_times
-from engine.core.budget.measurement import StepSizes, measure
 from engine.core.budget.prefill_budget import PrefillBudget
-from engine.core.budget.step_times import StepTimes
 from engine.core.waiting import LONG_PROMPT_TOKENS
 from proxy.placement.prefix_index import PrefixIndex
 from proxy.placement.server_load import INITIAL_TOKEN_S
 from proxy.placement.speed import StepTotals
 
 _MAX_COUNTED_PROMPTS = 256  # as in engine.core.budget.prompt_limit
-
-
-@dataclass(frozen=True)
-class EngineTimes:
-    """Times and limits of one engine: a Llama-3.1-8B shape on one H200.
-
-    docs/performance.md has the measurements. All fields ending in `_s` are seconds.
-
-    Attributes:
-        step_s: fixed part of the time of a step; the terms below are added to it.
-        sequence_s: time per sequence of a decode step.
-        held_token_s: time per token of KV, because every step reads all KV.
-        token_s: time per token of a prompt.
-        pair_s: time per pair of a prompt's token and a token before it (attention).
-        handoff_s: overhead of a disaggregated request.
-        sent_token_s: time per token of KV that is sent over the link.
-        lookup_s: time to look up a prefix on another server, before KV is sent.
-        capacity: tokens that fit in the KV cache.
-        max_streams: maximum number of concurrent streams.
-        step_tokens: maximum prompt tokens in one step.
-        min_prompt_step_s: shortest time of a step with prompts, because its kernels are
-            launched one by one.
-        min_prompt_share: `queued_s` expects that prompts get at least this share of the
-            time that the streams of a step take. It equals _MIN_PROMPT_SHARE of
-            engine.core.budget.prefill_budget, which the simulated steps use.
-    """
-
-    step_s: float = 4.15e-3
-    sequence_s: float = 11e-6
-    held_token_s: float = 31e-9
-    token_s: float = 23.2e-6
-    pair_s: float = 0.16e-9
-    handoff_s: float = 4e-3
-    sent_token_s: float = 131072 / 200e9
-    lookup_s: float = 5e-3
-    capacity: int = 880_000
-    max_streams: int = 256
-    step_tokens: int = 8192
-    min_prompt_step_s: float = 13e-3
-    min_prompt_share: float = 0.25
-
-    def seconds(self, load: step_times.Load) -> float:
-        """Return the time of a step."""
-        seconds = (
-            self.step_s
-            + load.streams * self.sequence_s
-            + load.context_tokens * self.held_token_s
-        )
-        if not load.prompt_tokens:
-            return seconds
-        num_pairs = load.prompt_tokens * (load.prompt_start + load.prompt_tokens / 2)
-        seconds += load.prompt_tokens * self.token_s + num_pairs * self.pair_s
-        return max(seconds, self.min_prompt_step_s)
-
-
-@cache
-def _measured_times(times: EngineTimes, target_s: float) -> StepTimes:
-    """Return the step times that a server with `times` would measure at its start."""
-
-    def time_step(load: step_times.Load, *, is_required: bool = False) -> float:
-        return times.seconds(load)
-
-    sizes = StepSizes(
-        max_streams=times.max_streams,
-        max_tokens=times.step_tokens,
-        max_len=times.capacity,
-        pool_tokens=times.capacity,
-        target_s=target_s,
-    )
-    return measure(time_step, sizes)
 
 
 class Engine:
@@ -108,7 +37,8 @@ class Engine:
         parked: requests with prompts that a prefill server has computed. They wait for
             free KV capacity on this server.
         held_tokens: tokens of KV of all streams.
-        busy_until: end of the step that is running.
+        busy_until: expected end of the step that is running.
+        step_prompt_tokens: prompt tokens of the step that is running.
         gaps: histogram of the times between tokens; a key is a time in units of 0.1 ms.
     """
 
@@ -126,7 +56,7 @@ class Engine:
         # This index covers only this server, which is server 0 of the index. As a
         # simplification, cached prefixes get half of the KV capacity, whatever the
         # streams hold.
-        self._cache = PrefixIndex(times.capacity // 2 // BLOCK_TOKENS)
+        self._cache = PrefixIndex(times.capacity // 2 // times.block_tokens)
         self.waiting: deque[Request] = deque()
         self.parked: deque[Request] = deque()
         self.streams: list[Request] = []
@@ -135,11 +65,12 @@ class Engine:
         self.busy_until = 0.0
         self.totals = StepTotals()
         self.gaps = Counter[int]()
+        self.step_prompt_tokens = 0
         self.prompt_budget: PrefillBudget | None = None
         if target_s is not None:
-            measured_times = _measured_times(times, target_s)
+            step_times_at_start = measured_times(times, target_s)
             self.prompt_budget = PrefillBudget(
-                measured_times, target_s, times.step_tokens
+                step_times_at_start, target_s, times.step_tokens
             )
 
     def cached_blocks(self, hashes: Sequence[int]) -> int:
@@ -190,15 +121,15 @@ class Engine:
         self.waiting.insert(position, request)
 
     def _uncached_tokens(self, request: Request) -> int:
-        cached_tokens = self.cached_blocks(request.hashes) * BLOCK_TOKENS
+        cached_tokens = self.cached_blocks(request.hashes) * self.times.block_tokens
         return max(request.prompt_tokens - cached_tokens, 1)
 
     def step(self, now: float) -> tuple[float, list[Request]]:
         """Simulate one step that starts at `now`.
 
         Returns:
-            The time at which the step ends, and the requests with prompts that the step
-            completes.
+            The time at which the step ends if no other server slows it down, and the
+            requests with prompts that the step completes.
         """
         budget = self._prompt_token_budget(now)
         seconds = self.stream_step_s()
@@ -223,7 +154,7 @@ class Engine:
                 self.cache(request.hashes)
         if num_prompt_tokens:
             seconds = max(seconds, self.times.min_prompt_step_s)
-        self._record_step(num_prompt_tokens, seconds)
+        self.step_prompt_tokens = num_prompt_tokens
         return now + seconds, completed
 
     def _prompt_token_budget(self, now: float) -> int:
@@ -249,8 +180,11 @@ class Engine:
         num_pairs = num_tokens * (num_before + num_tokens / 2)
         return num_tokens * self.times.token_s + num_pairs * self.times.pair_s
 
-    def _record_step(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Record a finished step for the prompt budget and for health reports."""
+    def record_step(self, seconds: float) -> None:
+        """Record the step that has just ended for the prompt budget and for health
+        reports.
+        """
+        num_prompt_tokens = self.step_prompt_tokens
         num_streams = len(self.streams)
         if self.prompt_budget is not None:
             load = step_times.Load(num_streams, self.held_tokens, num_prompt_tokens)
@@ -335,6 +269,21 @@ class Router(Protocol):
         """Record that a request has finished."""
 
 
+@dataclass
+class _RunningStep:
+    """A step that a server runs.
+
+    Attributes:
+        remaining_s: seconds that the rest of the step takes if no other server runs a
+            step.
+        computed: requests with prompts that the step completes.
+    """
+
+    started_at: float
+    remaining_s: float
+    computed: list[Request]
+
+
 class Fleet:
     """Engines, and the events that happen to them, in order of time.
 
@@ -358,6 +307,9 @@ class Fleet:
         # Events at the same time happen in the order in which they were scheduled.
         self._event_numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._steps: dict[Engine, _RunningStep] = {}
+        self._advanced_at = 0.0
+        self._num_changes = 0
 
     def run(self, requests: Sequence[Request]) -> None:
         """Simulate until all requests and their follow-ups have finished."""
@@ -388,9 +340,8 @@ class Fleet:
             # The server counts the blocks as cached at once. The request is queued only
             # when the blocks have arrived.
             engine.cache(request.hashes[:num_lender_blocks])
-        sent_s = (
-            num_pulled * BLOCK_TOKENS * self.times.sent_token_s + self.times.lookup_s
-        )
+        num_tokens = num_pulled * self.times.block_tokens
+        sent_s = num_tokens * self.times.sent_token_s + self.times.lookup_s
         # The lender answers between two of its steps.
         answered_at = max(lender.busy_until, self.now)
         self._schedule(answered_at + sent_s, partial(self._enqueue, engine, request))
@@ -404,7 +355,50 @@ class Fleet:
             engine.is_busy = True
             end, computed = engine.step(self.now)
             engine.busy_until = end
-            self._schedule(end, partial(self._end_step, engine, computed))
+            self._advance_steps()
+            self._steps[engine] = _RunningStep(self.now, end - self.now, computed)
+            self._schedule_first_end()
+
+    def _advance_steps(self) -> None:
+        """Advance all running steps to now.
+
+        Servers that share a device slow each other down, so this is called before the
+        number of running steps changes.
+        """
+        elapsed_s = self.now - self._advanced_at
+        self._advanced_at = self.now
+        for engine, step in self._steps.items():
+            step.remaining_s -= elapsed_s / self._slowdown(engine)
+
+    def _schedule_first_end(self) -> None:
+        """Schedule the end of the running step that ends first."""
+        self._num_changes += 1
+        if not self._steps:
+            return
+        seconds, _, engine = min(
+            (step.remaining_s * self._slowdown(engine), engine.index, engine)
+            for engine, step in self._steps.items()
+        )
+        end_s = self.now + max(seconds, 0.0)
+        self._schedule(end_s, partial(self._end_first, engine, self._num_changes))
+
+    def _slowdown(self, engine: Engine) -> float:
+        has_prompts = engine.step_prompt_tokens > 0
+        return self.times.slowdown(len(self._steps), has_prompts=has_prompts)
+
+    def _end_first(self, engine: Engine, number: int) -> None:
+        """End a step, unless the running steps have changed since it was scheduled.
+
+        Args:
+            number: number of the change after which the event was scheduled.
+        """
+        if number != self._num_changes:
+            return
+        self._advance_steps()
+        step = self._steps.pop(engine)
+        self._schedule_first_end()
+        engine.record_step(self.now - step.started_at)
+        self._end_step(engine, step.computed)
 
     def _end_step(self, engine: Engine, computed: list[Request]) -> None:
         engine.is_busy = False

@@ -97,6 +97,11 @@ GROUPS = {
             program="deploy.healthcheck:main",
             options="deploy.healthcheck:make_parser",
         ),
+        "bench": Command(
+            "load on endpoints, with a report; `baton bench compare`: which one wins",
+            program="benchmarks.bench.cli:main",
+            options="benchmarks.bench.cli:make_parser",
+        ),
     },
     "set up": {
         "files": Command(

@@ -4,6 +4,7 @@ that exist.
 Also checks that the programs accept the commands and requests in the docs.
 """
 
+import argparse
 import ast
 import json
 import re
@@ -68,12 +69,21 @@ ALL_FIELDS = [
     if name not in PARSERS
     for fields in field_paths(program)
 ]
-ALL_OPTIONS = set(map(option_name, ALL_FIELDS)) | {
-    option
-    for parser in PARSERS.values()
-    for action in parser._actions
-    for option in action.option_strings
-}
+
+
+def _options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the options of a parser and of its subcommands, without `--no-`."""
+    options = set()
+    for action in parser._actions:
+        options |= {option.replace("--no-", "--") for option in action.option_strings}
+        if isinstance(action, argparse._SubParsersAction):
+            options |= set().union(*map(_options_of, action.choices.values()))
+    return options
+
+
+ALL_OPTIONS = set(map(option_name, ALL_FIELDS)).union(
+    *map(_options_of, PARSERS.values())
+)
 # These files also name options of programs other than Baton's.
 FILES_WITH_FOREIGN_OPTIONS = ("evaluation.md", "performance.md", "CONTRIBUTING.md")
 BATON_DOCS = [path for path in DOCS if path.name not in FILES_WITH_FOREIGN_OPTIONS]

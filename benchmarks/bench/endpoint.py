@@ -1,4 +1,4 @@
-"""An OpenAI endpoint over HTTP: its model, and the timeline of a streamed request."""
+"""An OpenAI endpoint over HTTP: its models, and the timeline of a streamed request."""
 
 import itertools
 import time
@@ -9,6 +9,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+
+from benchmarks.bench.errors import BenchError
+from benchmarks.bench.slo import Slo
+from protocol.near_names import suggestion
 
 _CONNECT_TIMEOUT_S = 30.0
 _KEEPALIVE_S = 1.0  # less than the 5 s after which servers close an idle connection
@@ -21,13 +25,21 @@ class Timeline:
     Attributes:
         due_at: when the request should have been sent. The time to first token and the
             total time count from here.
+        sent_at: when this program began to send the request.
         token_at: the time of each event that carried tokens.
+        text: the answer, without reasoning; only if `keeps_answer`.
+        token_ids: the answer's token ids, if the endpoint returns them; only if
+            `keeps_answer`.
         kv: the last `baton_kv` object in the stream.
         done: whether the stream ended with [DONE].
     """
 
     due_at: float
+    sent_at: float = 0.0
+    keeps_answer: bool = False
     token_at: list[float] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     ended_at: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -56,11 +68,20 @@ class Timeline:
     def succeeded(self) -> bool:
         return self.error is None and self.done and bool(self.token_at)
 
-    def meets_slo(self, ttft_ms: float, itl_ms: float) -> bool:
-        """Whether TTFT and mean inter-token latency are within these limits."""
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_at - self.due_at
+
+    @property
+    def normalised_s(self) -> float:
+        """The time of the whole request per token of its answer."""
+        return self.e2e_s / max(self.output_tokens, 1)
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether the request succeeded within the limits of `slo`."""
         if not self.succeeded:
             return False
-        return self.ttft_s * 1e3 <= ttft_ms and self.mean_itl_s * 1e3 <= itl_ms
+        return slo.is_met(self.ttft_s, self.mean_itl_s, self.e2e_s)
 
     def observe(self, data: bytes, now: float) -> None:
         """Record the data of one event of the stream."""
@@ -74,6 +95,11 @@ class Timeline:
             return
         if any(_has_tokens(choice) for choice in chunk.get("choices", ())):
             self.token_at.append(now)
+        if self.keeps_answer:
+            for choice in chunk.get("choices", ()):
+                delta = choice.get("delta") or {}
+                self.text.append(choice.get("text") or delta.get("content") or "")
+                self.token_ids += choice.get("token_ids") or ()
         usage = chunk.get("usage") or {}
         self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
         self.output_tokens = usage.get("completion_tokens", self.output_tokens)
@@ -114,38 +140,72 @@ async def open_session(
         yield session
 
 
-async def get_model(session: aiohttp.ClientSession) -> dict[str, Any]:
-    """Return the first entry of /v1/models.
+async def get_models(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
+    """Return the entries of /v1/models; at least one.
 
     Raises:
-        RuntimeError: the endpoint lists no model or does not answer.
+        BenchError: the endpoint lists no model or does not answer.
     """
     try:
         async with session.get("/v1/models") as response:
-            return dict((await response.json())["data"][0])
+            if response.status in (401, 403):
+                raise BenchError(
+                    f"{url} refuses the API key (status {response.status}); "
+                    "give a valid one with --api-key"
+                )
+            models = [dict(entry) for entry in (await response.json())["data"]]
+            models[0]["id"]
+            return models
     except (ValueError, LookupError, TypeError, aiohttp.ContentTypeError) as error:
-        raise RuntimeError(f"/v1/models of --url lists no model: {error!r}") from None
+        raise BenchError(f"/v1/models of {url} lists no model: {error!r}") from None
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = error or "the connection timed out"
-        raise RuntimeError(f"--url does not answer: {reason}") from None
+        raise BenchError(
+            f"{url} does not answer: {reason}. Check the address, and that the server "
+            "is ready"
+        ) from None
+
+
+async def find_model(
+    session: aiohttp.ClientSession, url: str, name: str | None = None
+) -> dict[str, Any]:
+    """Return the entry of a model; of the first model if `name` is None.
+
+    Raises:
+        BenchError: the endpoint does not serve the model.
+    """
+    models = await get_models(session, url)
+    if name is None:
+        return models[0]
+    names = [str(model.get("id")) for model in models]
+    if name not in names:
+        raise BenchError(
+            f"--model {name}: {url} does not serve it"
+            f"{suggestion(name, names)}; it serves {', '.join(names)}"
+        )
+    return models[names.index(name)]
 
 
 async def stream(
-    session: aiohttp.ClientSession, path: str, body: Mapping[str, Any], due_at: float
+    session: aiohttp.ClientSession,
+    path: str,
+    body: Mapping[str, Any],
+    timeline: Timeline,
 ) -> Timeline:
-    """Send one request and read its stream to the end.
+    """Send one request, and record its stream in `timeline` up to its end.
 
     A failure is recorded in the timeline's `error` and not raised.
     """
-    timeline = Timeline(due_at)
     try:
-        async with session.post(path, data=msgspec.json.encode(body)) as response:
+        data = msgspec.json.encode(body)
+        timeline.sent_at = time.perf_counter()
+        async with session.post(path, data=data) as response:
             if response.status != 200:
                 timeline.error = f"status {response.status}"
             async for line in response.content:
                 if line.startswith(b"data:"):
-                    data = line.removeprefix(b"data:").strip()
-                    timeline.observe(data, time.perf_counter())
+                    event = line.removeprefix(b"data:").strip()
+                    timeline.observe(event, time.perf_counter())
     except (aiohttp.ClientError, TimeoutError) as error:
         timeline.error = type(error).__name__
     except (ValueError, msgspec.DecodeError):

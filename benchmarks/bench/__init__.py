@@ -1,0 +1,1 @@
+"""`baton bench`: load on OpenAI endpoints, comparison of endpoints, and advice."""

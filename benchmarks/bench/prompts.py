@@ -1,0 +1,233 @@
+"""Request bodies: seeded prompts with the prefixes that the load shares.
+
+Every endpoint of a run gets the same tokens. The exception are later turns of a
+conversation: their prompts contain the answers that this endpoint gave to the earlier
+turns, as those of a real client do.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench.workload import Segment, Workload, segments
+
+# In many vocabularies, the ids below this one are special tokens.
+FIRST_TOKEN_ID = 32
+# Each word is about one token of an English vocabulary.
+WORDS = (
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+)
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+        "is_member": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "is_member"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": _PERSON, "minItems": 1000}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an endpoint answered to one turn.
+
+    Attributes:
+        token_ids: empty if the endpoint does not return token ids.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BodyOptions:
+    """The options that decide what request bodies contain.
+
+    Attributes:
+        is_chat: whether requests go to /v1/chat/completions.
+        uses_words: whether prompts are words; otherwise they are token ids.
+        has_schema: whether answers have to follow a JSON schema.
+    """
+
+    is_chat: bool = False
+    uses_words: bool = False
+    vocab_size: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    ignores_eos: bool = True
+    has_schema: bool = False
+
+
+class PromptMaker:
+    """Makes the request bodies of a workload.
+
+    The tokens of shared blocks are drawn once.
+    """
+
+    def __init__(self, workload: Workload, options: BodyOptions) -> None:
+        self._workload = workload
+        self._options = options
+        self._shared: dict[tuple[object, ...], list[int]] = {}
+        # Bodies of first turns are made before the start, once for all endpoints.
+        self._first_tokens = [
+            self.tokens(index, 0, []) for index in range(len(workload.sessions))
+        ]
+
+    def tokens(
+        self, session_index: int, turn_index: int, answers: Sequence[Answer]
+    ) -> list[int]:
+        """Return the token ids of a prompt, or numbers that stand for its words.
+
+        Args:
+            answers: the endpoint's answers to the earlier turns. An answer without
+                token ids is replaced by random ones.
+        """
+        tokens: list[int] = []
+        for segment in segments(self._workload, session_index, turn_index):
+            key, _ = segment
+            if key[0] == "answer":
+                answer = answers[int(str(key[2]))]
+                if answer.token_ids:
+                    tokens += answer.token_ids
+                    continue
+            tokens += self._draw(segment)
+        return tokens
+
+    def _draw(self, segment: Segment) -> list[int]:
+        """Return the tokens of a segment that no server generated."""
+        key, length = segment
+        is_shared = key[0] == "block"
+        drawn = self._shared.get(key) if is_shared else None
+        if drawn is None or len(drawn) < length:
+            block_tokens = self._workload.block_tokens
+            drawn = self._random(
+                key, max(length, block_tokens) if is_shared else length
+            )
+            if is_shared:
+                self._shared[key] = drawn
+        return drawn[:length]
+
+    def _random(self, key: tuple[object, ...], length: int) -> list[int]:
+        seed = zlib.crc32(f"{self._options.seed} {key}".encode())
+        rng = np.random.default_rng(seed)
+        first, end = FIRST_TOKEN_ID, self._options.vocab_size
+        if self._options.uses_words:
+            first, end = 0, len(WORDS)
+        tokens: list[int] = rng.integers(first, end, length).tolist()
+        return tokens
+
+    def body(
+        self,
+        session_index: int,
+        turn_index: int,
+        answers: Sequence[Answer],
+        *,
+        model: str,
+        returns_token_ids: bool,
+    ) -> dict[str, Any]:
+        """Return the body of one request.
+
+        Args:
+            returns_token_ids: whether the endpoint can return token ids. A token that
+                completes no character has no text; its id shows that it arrived.
+        """
+        turn = self._workload.sessions[session_index].turns[turn_index]
+        body = self._common_fields(model, turn.output_tokens, returns_token_ids)
+        if self._options.is_chat:
+            body["messages"] = self._messages(session_index, turn_index, answers)
+        elif self._options.uses_words:
+            body["prompt"] = self._text(session_index, turn_index, answers)
+        elif turn_index:
+            body["prompt"] = self.tokens(session_index, turn_index, answers)
+        else:
+            body["prompt"] = self._first_tokens[session_index]
+        return body
+
+    def warmup_body(
+        self, number: int, *, model: str, returns_token_ids: bool
+    ) -> dict[str, Any]:
+        """Return the body of a warm-up request: as long as the first request, but with
+        a prompt that no other request begins with.
+        """
+        turn = self._workload.sessions[0].turns[0]
+        body = self._common_fields(model, turn.output_tokens, returns_token_ids)
+        numbers = self._random(("warm-up", number), turn.input_tokens)
+        words = " ".join(WORDS[number % len(WORDS)] for number in numbers)
+        if self._options.is_chat:
+            body["messages"] = [{"role": "user", "content": words}]
+        elif self._options.uses_words:
+            body["prompt"] = words
+        else:
+            body["prompt"] = numbers
+        return body
+
+    def _common_fields(
+        self, model: str, output_tokens: int, returns_token_ids: bool
+    ) -> dict[str, Any]:
+        options = self._options
+        body: dict[str, Any] = {
+            "model": model,
+            "temperature": options.temperature,
+            "max_tokens": output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if options.ignores_eos:
+            body["ignore_eos"] = True
+        if options.has_schema:
+            body["structured_outputs"] = {"json": SCHEMA}
+        if returns_token_ids:
+            body["return_token_ids"] = True
+        return body
+
+    def _messages(
+        self, session_index: int, turn_index: int, answers: Sequence[Answer]
+    ) -> list[dict[str, str]]:
+        messages = []
+        for index in range(turn_index + 1):
+            words = self._turn_words(session_index, index)
+            messages.append({"role": "user", "content": words})
+            if index < turn_index:
+                messages.append({"role": "assistant", "content": answers[index].text})
+        return messages
+
+    def _text(
+        self, session_index: int, turn_index: int, answers: Sequence[Answer]
+    ) -> str:
+        parts = []
+        for index in range(turn_index + 1):
+            parts.append(self._turn_words(session_index, index))
+            if index < turn_index:
+                parts.append(answers[index].text)
+        return " ".join(parts)
+
+    def _turn_words(self, session_index: int, turn_index: int) -> str:
+        """Return the words that a turn adds to its conversation."""
+        parts = segments(self._workload, session_index, turn_index)
+        # The segments of earlier turns end with the last answer.
+        keys = [key[0] for key, _ in parts]
+        start = 0
+        if "answer" in keys:
+            start = len(keys) - keys[::-1].index("answer")
+        numbers = [number for part in parts[start:] for number in self._draw(part)]
+        return " ".join(WORDS[number] for number in numbers)

@@ -1,0 +1,94 @@
+"""The times of a simulated engine, which benchmarks.simulation runs."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from benchmarks.bench.traces import BLOCK_TOKENS
+from engine.core.budget import step_times
+from engine.core.budget.measurement import StepSizes, measure
+from engine.core.budget.step_times import StepTimes
+
+
+@dataclass(frozen=True)
+class EngineTimes:
+    """Times and limits of one engine: a Llama-3.1-8B shape on one H200.
+
+    docs/performance.md has the measurements. All fields ending in `_s` are seconds.
+
+    Attributes:
+        step_s: fixed part of the time of a step; the terms below are added to it.
+        sequence_s: time per sequence of a decode step.
+        held_token_s: time per token of KV, because every step reads all KV.
+        token_s: time per token of a prompt.
+        pair_s: time per pair of a prompt's token and a token before it (attention).
+        handoff_s: overhead of a disaggregated request.
+        sent_token_s: time per token of KV that is sent over the link.
+        lookup_s: time to look up a prefix on another server, before KV is sent.
+        block_tokens: tokens of a block of the prefix cache.
+        capacity: tokens that fit in the KV cache.
+        max_streams: maximum number of concurrent streams.
+        step_tokens: maximum prompt tokens in one step.
+        min_prompt_step_s: shortest time of a step with prompts, because its kernels are
+            launched one by one.
+        min_prompt_share: `queued_s` expects that prompts get at least this share of the
+            time that the streams of a step take. It equals _MIN_PROMPT_SHARE of
+            engine.core.budget.prefill_budget, which the simulated steps use.
+        decode_slowdown: how many times as long a step without prompts takes while 1, 2,
+            3, .. servers run steps at the same time; the last number is for all larger
+            counts. Servers with a device of their own do not slow each other down.
+        prompt_slowdown: the same for steps with prompts.
+    """
+
+    step_s: float = 4.15e-3
+    sequence_s: float = 11e-6
+    held_token_s: float = 31e-9
+    token_s: float = 23.2e-6
+    pair_s: float = 0.16e-9
+    handoff_s: float = 4e-3
+    sent_token_s: float = 131072 / 200e9
+    lookup_s: float = 5e-3
+    capacity: int = 880_000
+    max_streams: int = 256
+    step_tokens: int = 8192
+    min_prompt_step_s: float = 13e-3
+    min_prompt_share: float = 0.25
+    block_tokens: int = BLOCK_TOKENS
+    decode_slowdown: tuple[float, ...] = (1.0,)
+    prompt_slowdown: tuple[float, ...] = (1.0,)
+
+    def slowdown(self, num_running: int, *, has_prompts: bool) -> float:
+        """Return how many times as long a step takes while `num_running` servers run
+        steps.
+        """
+        factors = self.prompt_slowdown if has_prompts else self.decode_slowdown
+        return factors[min(num_running, len(factors)) - 1]
+
+    def seconds(self, load: step_times.Load) -> float:
+        """Return the time of a step."""
+        seconds = (
+            self.step_s
+            + load.streams * self.sequence_s
+            + load.context_tokens * self.held_token_s
+        )
+        if not load.prompt_tokens:
+            return seconds
+        num_pairs = load.prompt_tokens * (load.prompt_start + load.prompt_tokens / 2)
+        seconds += load.prompt_tokens * self.token_s + num_pairs * self.pair_s
+        return max(seconds, self.min_prompt_step_s)
+
+
+@cache
+def measured_times(times: EngineTimes, target_s: float) -> StepTimes:
+    """Return the step times that a server with `times` would measure at its start."""
+
+    def time_step(load: step_times.Load, *, is_required: bool = False) -> float:
+        return times.seconds(load)
+
+    sizes = StepSizes(
+        max_streams=times.max_streams,
+        max_tokens=times.step_tokens,
+        max_len=times.capacity,
+        pool_tokens=times.capacity,
+        target_s=target_s,
+    )
+    return measure(time_step, sizes)

@@ -24,6 +24,7 @@ from deploy.commands import Command, Kind, proxy_command, server_commands
 from deploy.healthcheck import LOOPBACK, fetch, get, url_host
 from protocol.ipc.wire import CannotListen, bind
 from protocol.process import lifecycle
+from protocol.process.log_lines import use_json_lines
 from protocol.process.output import queue_standard_streams
 from protocol.settings.machine import available_cores
 from protocol.settings.settings import (
@@ -75,11 +76,13 @@ def up(settings: LocalSettings, *, name: str = "up", only_warm: bool = False) ->
             next start uses the models that they have downloaded and the kernels that
             they have compiled.
     """
-    queue_standard_streams(
-        lambda num_lines: (
-            f"baton | {num_lines} lines were dropped: nothing read them in time"
-        )
-    )
+    wrap_line = use_json_lines(name) if settings.log_format == "json" else None
+
+    def describe_dropped(num_lines: int) -> str:
+        line = f"baton | {num_lines} lines were dropped: nothing read them in time"
+        return wrap_line(line) if wrap_line else line
+
+    queue_standard_streams(describe_dropped, wrap_line)
     cluster = LocalCluster(settings)
     reason: str | None = None
     with lifecycle.stop_signals(lambda _number, count: cluster.on_signal(count)):

@@ -66,7 +66,9 @@ def run_server(
     """
     open_standard_streams()
     lifecycle.watch_parent()
-    setup_logging(settings.role, level=settings.log_level)
+    setup_logging(
+        settings.role, level=settings.log_level, log_format=settings.log_format
+    )
     raise_file_limit()
     logger.info("settings %s", describe(settings))
 

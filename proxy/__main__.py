@@ -48,7 +48,6 @@ class ProxyServer(HttpServer):
             descriptors_per_connection=DESCRIPTORS_PER_CLIENT,
             loop="uvloop",
             lifespan="on",
-            log_config=None,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
         )
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the proxy; return the exit status."""
     lifecycle.watch_parent()
     settings = parse(ProxySettings, argv, prog="baton proxy")
-    setup_logging("proxy", settings.log_level)
+    setup_logging("proxy", settings.log_level, log_format=settings.log_format)
     if problem := _server_source_problem(settings):
         lifecycle.report_failure(problem)
         return 2

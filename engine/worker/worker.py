@@ -50,7 +50,9 @@ def main() -> None:
     end_with_vital_threads()
     end_on_alarm()
     config = EngineConfig.model_validate_json(sys.stdin.buffer.read())
-    setup_logging(config.role, rank=rank, level=config.log_level)
+    setup_logging(
+        config.role, rank=rank, level=config.log_level, log_format=config.log_format
+    )
     if config.threads:
         torch.set_num_threads(config.threads)
     code = 0

@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from protocol.process.environment import child_environment
-from protocol.process.logging import get_logger, is_rank, sender_of
+from protocol.process.log_lines import as_text, format_child_line, is_rank, sender_of
+from protocol.process.logging import get_logger
 from protocol.process.output import flush_output
 from protocol.short_repr import short_repr
 
@@ -141,7 +142,7 @@ class Child:
             elif not is_killed:
                 is_of_rank = False
             if line.strip() and not is_of_rank:
-                last = line.strip()
+                last = as_text(line.strip())
         return last
 
 
@@ -226,7 +227,7 @@ def _print_lines(child: Child) -> None:
             # This process's stdout may be closed. A single write keeps the line in one
             # piece.
             with contextlib.suppress(OSError, ValueError):
-                sys.stdout.write(f"{child.name} | {line}\n")
+                sys.stdout.write(f"{format_child_line(child.name, line)}\n")
                 sys.stdout.flush()
 
 

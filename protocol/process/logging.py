@@ -3,28 +3,37 @@ and text.
 
 2026-01-31T12:00:00.123Z INFO    decode/0 [req-1] baton.engine.core: admitted, 3 blocks
 
+With --log-format json, each line is a JSON object:
+
+{"time":"2026-01-31T12:00:00.123Z","level":"INFO","part":"decode/0",
+ "request_id":"req-1","logger":"baton.engine.core","message":"admitted, 3 blocks"}
+
 The request id comes from a context variable, which asyncio tasks inherit.
 """
 
 import contextlib
 import logging
 import os
-import re
 import sys
-import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Literal, TextIO
 
+from protocol.process.log_lines import (
+    OUTPUT_LOGGER,
+    ROOT_LOGGER,
+    escape,
+    json_line,
+    time_text,
+    use_json_lines,
+)
 from protocol.process.output import queue_standard_streams
+
+LogFormat = Literal["text", "json"]
 
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 _MAX_ID_CHARS = 128  # limit on a request id, which the client may have chosen
-
-# Parent of all loggers of Baton. For loggers of other packages, only warnings and
-# errors are shown.
-_ROOT_LOGGER = "baton"
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -54,20 +63,8 @@ def request_context(request_id: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
-def escape(text: str) -> str:
-    """Returns `text` as one line, with escaped control characters and line
-    separators.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
-        for c in text
-    )
-
-
 class LineFormatter(logging.Formatter):
-    """Formats a record as one line, as the beginning of this file shows.
+    """Formats a record as one line of text, as the beginning of this file shows.
 
     If the record has an exception, the lines of the traceback follow.
 
@@ -80,35 +77,39 @@ class LineFormatter(logging.Formatter):
         self.sender = sender
 
     def format(self, record: logging.LogRecord) -> str:
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        millis = int(record.created % 1 * 1000)
         request_id = getattr(record, "request_id", None) or _request_id.get()
         request = f" [{escape(request_id)}]" if request_id else ""
         line = (
-            f"{seconds}.{millis:03d}Z {record.levelname:<7} {self.sender}{request} "
-            f"{record.name}: {escape(record.getMessage())}"
+            f"{time_text(record.created)} {record.levelname:<7} "
+            f"{self.sender}{request} {record.name}: {escape(record.getMessage())}"
         )
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
 
-_HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ +(\S+) ")
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line with a JSON object, as the beginning of this file
+    shows.
 
-
-def sender_of(line: str) -> str | None:
-    """Returns role and rank of the process that logged this line, such as "decode/0".
-
-    None means that the line has no header: it is part of a traceback, or was not
-    written by Baton's loggers.
+    Args:
+        part: Role and rank of this process, such as "decode/0".
     """
-    header = _HEADER.match(line)
-    return header[1] if header else None
 
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self._part = part
 
-def is_rank(sender: str) -> bool:
-    """Returns whether a result of `sender_of` is a rank of an engine."""
-    return "/" in sender
+    def format(self, record: logging.LogRecord) -> str:
+        members: dict[str, str] = {}
+        request_id = getattr(record, "request_id", None) or _request_id.get()
+        if request_id:
+            members["request_id"] = request_id
+        members["logger"] = record.name
+        members["message"] = record.getMessage()
+        if record.exc_info:
+            members["exception"] = self.formatException(record.exc_info)
+        return json_line(record.created, record.levelname, self._part, members)
 
 
 def setup_logging(
@@ -117,6 +118,7 @@ def setup_logging(
     *,
     rank: int | None = None,
     stream: TextIO | None = None,
+    log_format: LogFormat = "text",
 ) -> None:
     """Sends this process's log lines to stderr. A main function calls this first.
 
@@ -129,18 +131,24 @@ def setup_logging(
             error.
         rank: Rank of this process in its engine; None for a process without a rank.
         stream: Send the lines to this stream instead of stderr, without a queue.
+        log_format: "json" also concerns lines that libraries print.
     """
-    formatter = LineFormatter(role if rank is None else f"{role}/{rank}")
+    part = role if rank is None else f"{role}/{rank}"
+    formatter: logging.Formatter = LineFormatter(part)
+    wrap_line = None
+    if log_format == "json":
+        formatter = JsonFormatter(part)
+        wrap_line = use_json_lines(part)
     if stream is None:
         queue_standard_streams(
-            lambda num_lines: formatter.format(dropped_record(num_lines))
+            lambda num_lines: formatter.format(dropped_record(num_lines)), wrap_line
         )
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    baton_logger = logging.getLogger(_ROOT_LOGGER)
+    baton_logger = logging.getLogger(ROOT_LOGGER)
     baton_logger.handlers.clear()
     baton_logger.setLevel(level.upper())
     logging.captureWarnings(True)
@@ -150,7 +158,7 @@ def dropped_record(num_lines: int) -> logging.LogRecord:
     """Returns the log record of the warning that `num_lines` lines were dropped."""
     record = logging.makeLogRecord(
         {
-            "name": f"{_ROOT_LOGGER}.output",
+            "name": OUTPUT_LOGGER,
             "levelno": logging.WARNING,
             "levelname": "WARNING",
             "msg": "%d lines of output were dropped: nothing read or stored them in "

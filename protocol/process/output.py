@@ -29,6 +29,7 @@ _BATCH_BYTES: Final = 4096  # PIPE_BUF: writes up to this size are atomic on a p
 
 # Returns the line that reports a number of dropped lines.
 DescribeDropped = Callable[[int], str]
+WrapLine = Callable[[str], str]  # returns the line to write for a line
 
 
 class OutputQueue:
@@ -175,11 +176,18 @@ class QueuedStream(io.TextIOBase):
 
     An incomplete line is stored per thread, until the thread completes the line or
     calls `flush`. Therefore the lines of several threads do not mix.
+
+    Args:
+        wrap_line: Returns the line to write for a line. `flush` then also completes an
+            incomplete line.
     """
 
-    def __init__(self, stream: TextIO, queue: OutputQueue) -> None:
+    def __init__(
+        self, stream: TextIO, queue: OutputQueue, wrap_line: WrapLine | None = None
+    ) -> None:
         self._stream = stream
         self._queue = queue
+        self._wrap_line = wrap_line
         self._unfinished = threading.local()
 
     def writable(self) -> bool:
@@ -212,19 +220,25 @@ class QueuedStream(io.TextIOBase):
             self._put(unfinished)
 
     def _put(self, text: str) -> None:
+        if self._wrap_line is not None:
+            lines = map(self._wrap_line, text.splitlines())
+            text = "".join(f"{line}\n" for line in lines)
         self._queue.put(text.encode(errors="backslashreplace"))
 
 
 _queues: list[OutputQueue] = []  # the queues of this process's standard streams
 
 
-def queue_standard_streams(describe: DescribeDropped) -> None:
+def queue_standard_streams(
+    describe: DescribeDropped, wrap_line: WrapLine | None = None
+) -> None:
     """Replaces `sys.stdout` and `sys.stderr` by QueuedStreams. Idempotent.
 
     A stream that was already replaced, for example by a test, stays as it is.
 
     Args:
         describe: Returns the line that reports a number of dropped lines.
+        wrap_line: See QueuedStream.
     """
     if _queues:
         return
@@ -240,7 +254,7 @@ def queue_standard_streams(describe: DescribeDropped) -> None:
         file = (status.st_dev, status.st_ino)
         if file not in queue_by_file:
             queue_by_file[file] = OutputQueue(stream.fileno(), describe)
-        setattr(sys, name, QueuedStream(stream, queue_by_file[file]))
+        setattr(sys, name, QueuedStream(stream, queue_by_file[file], wrap_line))
     _queues.extend(queue_by_file.values())
     atexit.register(flush_output)
 

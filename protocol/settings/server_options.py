@@ -14,6 +14,7 @@ class TelemetryOptions(Options):
     """What a process reports to monitoring systems."""
 
     topic: ClassVar[str] = "telemetry"
+
     public_metrics: bool = False
     """serve /metrics to clients without an API key, for scrapers that have none"""
     metric_aliases: Literal["none", "vllm"] = "none"

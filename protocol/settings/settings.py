@@ -34,7 +34,7 @@ from protocol.settings.options import (
     Device,
     DType,
     KVOptions,
-    LogLevel,
+    LogOptions,
     ModelOptions,
     Options,
     Port,
@@ -147,7 +147,7 @@ class DecodeSettings(DecodeOptions, EngineSettings):
 
 
 class ProxySettings(
-    ListenOptions, RoutingOptions, DisaggregationOptions, BatonSettings
+    ListenOptions, RoutingOptions, DisaggregationOptions, LogOptions, BatonSettings
 ):
     """The proxy: one OpenAI-compatible endpoint for all prefill and decode servers."""
 
@@ -202,7 +202,6 @@ class ProxySettings(
     """API key that the proxy sends to the servers instead of the client's key: an admin
     key of the servers. Prefer the variable BATON_UPSTREAM_API_KEY (None: pass on the
     client's key)"""
-    log_level: LogLevel = "info"
 
     @property
     def passes_keys_on(self) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.process.logging import escape, get_logger, request_context, setup_logging
+from protocol.process.log_lines import escape
+from protocol.process.logging import get_logger, request_context, setup_logging
 
 CHANGED_LOGGERS = ("", "baton")  # changed by setup_logging
 

@@ -30,8 +30,8 @@ setup(
     # Files that are not Python: the page, and what `baton files` writes.
     package_data={
         f"{NAME}.deploy": ["*", "**/*", ".*", "**/.*"],
-        f"{NAME}.proxy.ui": ["assets/*"],
-        f"{NAME}.benchmarks.bench.results": ["assets/*"],
+        f"{NAME}.proxy.ui": ["assets/*", "assets/vendor/*"],
+        f"{NAME}.benchmarks.bench.results": ["assets/*", "assets/vendor/*"],
     },
     exclude_package_data={"": ["*.pyc", "__pycache__/*", "**/__pycache__/*"]},
 )

@@ -157,6 +157,11 @@ TABLE = (
     Spec("baton_kernels_loaded_late", "counter", "engine",
          "GPU kernels that were loaded or compiled after the server was ready; should "
          "stay 0."),
+    Spec("baton_engine_memory_used_bytes", "gauge", "engine",
+         "Memory in use: of rank 0's GPU, by all processes; on a CPU, of rank 0's "
+         "process."),
+    Spec("baton_engine_memory_total_bytes", "gauge", "engine",
+         "Memory of rank 0's GPU; on a CPU, of the machine."),
     Spec("baton_engine_log_lines_dropped", "counter", "engine",
          "Output lines of the rank 0 process that were dropped."),
     # Engine: moving KV.

@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()  # collecting all these objects would delay every stream by about 10 ms
     port = listener.getsockname()[1]
     url = http_url(settings.host, port, app.access.certificate.scheme)
-    logger.info("listening on %s", url)
+    page = f"page {url}/ (open it in a browser), " if settings.ui else ""
+    logger.info("listening: %sendpoint %s/v1", page, url)
     lifecycle.report_ready({"port": port, "url": url})
     with lifecycle.stop_signals(server.stop):
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

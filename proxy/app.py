@@ -101,6 +101,7 @@ class ProxyApp:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._members.start()
+        self._site.start()
         watching = asyncio.create_task(self.access.watch())
         await send({"type": "lifespan.startup.complete"})
         await receive()

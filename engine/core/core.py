@@ -56,8 +56,8 @@ class EngineCore(CoreServices):
     except `wake`.
 
     Args:
-        count_late_kernels: returns how many GPU kernels were loaded after the engine
-            was ready.
+        rank_stats: returns the values that rank 0 measures outside of the core, by
+            metric series.
 
     Attributes:
         sequences: choice 0 of each open request, by request id.
@@ -70,7 +70,7 @@ class EngineCore(CoreServices):
         connector: KVConnector,
         transport: EngineTransport,
         grammars: CoreGrammars,
-        count_late_kernels: Callable[[], int] = lambda: 0,
+        rank_stats: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -82,7 +82,7 @@ class EngineCore(CoreServices):
         # choices decode, by request id.
         self._migrating: dict[str, Sequence] = {}
         self._output = OutputProcessor()
-        self._stats = CoreStats(count_late_kernels)
+        self._stats = CoreStats(rank_stats)
         self._steps = StepRunner(scheduler, executor, grammars, self._stats, self)
         # Whether the transport was closed while a step was in flight.
         self._is_closed = False

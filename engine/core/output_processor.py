@@ -120,14 +120,13 @@ class CoreStats:
     """Counts the totals of the engine core, by metric series (protocol.metrics).
 
     Args:
-        count_late_kernels: returns how many GPU kernels were loaded after the engine
-            was ready.
+        rank_stats: returns the values that rank 0 measures outside of the core.
     """
 
-    def __init__(self, count_late_kernels: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, rank_stats: Callable[[], dict[str, float]] = dict) -> None:
         names = (*ENGINE_TOTALS, *_PREFIX_TOTALS)
         self._totals = dict.fromkeys((f"baton_{name}" for name in names), 0.0)
-        self._count_late_kernels = count_late_kernels
+        self._rank_stats = rank_stats
         self._reported: dict[str, float] = {}
         self._due_s = 0.0
 
@@ -156,7 +155,7 @@ class CoreStats:
     def totals(self) -> dict[str, float]:
         return {
             **self._totals,
-            "baton_kernels_loaded_late": float(self._count_late_kernels()),
+            **self._rank_stats(),
             "baton_engine_log_lines_dropped": float(num_dropped_lines()),
         }
 

@@ -100,7 +100,7 @@ def _build(
         connector,
         transport,
         CoreGrammars(compiler, config.grammar_timeout_s),
-        count_late_kernels=rank.count_late_kernels,
+        rank_stats=rank.stats,
     )
     ready = EngineReady(
         num_blocks=(rank.num_blocks - 1) // limits.groups.count,

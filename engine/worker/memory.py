@@ -1,11 +1,14 @@
 """Makes a rank's KV pool and attention backend, decides the size of the pool, and
-raises errors if the memory is too small."""
+raises errors if the memory is too small. Measures the memory in use."""
 
 import logging
+import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +34,10 @@ logger = logging.getLogger("baton.engine")
 _CPU_FREE_SHARE = 0.2
 _CPU_DEFAULT_MAX_BYTES = 4 * 2**30
 _UTILIZATION = "--gpu-memory-utilization"
+# The least time between two measurements. The driver's answer takes 0.1 ms, and an
+# engine may collect its statistics many times per second.
+_INTERVAL_S = 1.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryTooSmall(Exception):
@@ -373,3 +380,40 @@ def _options_for_larger_pool(config: EngineConfig) -> str:
     if config.device == "cuda" and not has_size_option:
         return f"{_UTILIZATION} or --tp"
     return "--kv-cache-tokens or --kv-cache-bytes"
+
+
+class MemoryGauge:
+    """The memory of a GPU, or of this process and its machine.
+
+    On a GPU, the memory in use includes that of other processes, because their memory
+    is missing, too. On the CPU it is the resident memory of this process, which
+    includes the mapped files of weights.
+
+    Args:
+        device: the device of rank 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._due_s = 0.0
+        self._values: dict[str, float] = {}
+
+    def values(self) -> dict[str, float]:
+        """Return the values by metric series (protocol.metrics)."""
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _INTERVAL_S
+            used, total = self._measure()
+            self._values = {
+                "baton_engine_memory_used_bytes": float(used),
+                "baton_engine_memory_total_bytes": float(total),
+            }
+        return self._values
+
+    def _measure(self) -> tuple[int, int]:
+        """Return the bytes in use and the bytes of the whole memory."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free, total
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        return resident * _PAGE_BYTES, os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from engine.worker import ranks
 from engine.worker.kernel_watch import KERNELS
-from engine.worker.memory import PoolSize, block_bytes, size_pool
+from engine.worker.memory import MemoryGauge, PoolSize, block_bytes, size_pool
 from engine.worker.ranks import RankLinks
 from engine.worker.runner import ModelRunner
 from engine.worker.service import KVService, reserved_bytes
@@ -54,6 +54,7 @@ class Rank:
         self.num_blocks = links.agree(self.pool_size.num_blocks, int, min)
         pool = self.runner.allocate(self.num_blocks).pool
         self.runner.capture_graphs()
+        self._memory_gauge = MemoryGauge(pool.device)
         on_gpu = pool.device.type == "cuda"
         if on_gpu:
             report("running each kind of step once")
@@ -92,10 +93,13 @@ class Rank:
         KERNELS.is_ready = True
         gc.freeze()
 
-    @staticmethod
-    def count_late_kernels() -> int:
-        """Returns how many kernels this process has loaded since `set_ready`."""
-        return KERNELS.num_late
+    def stats(self) -> dict[str, float]:
+        """Returns this rank's values by metric series (protocol.metrics): the kernels
+        that this process has loaded since `set_ready`, and its memory."""
+        return {
+            "baton_kernels_loaded_late": float(KERNELS.num_late),
+            **self._memory_gauge.values(),
+        }
 
 
 def measure_pool_size(

@@ -36,7 +36,8 @@ HEADERS = [
 def _load_files() -> dict[str, tuple[bytes, bytes]]:
     """Return the content type and the bytes of each file, by path."""
     files = {}
-    for file in resources.files("proxy.ui").joinpath("assets").iterdir():
+    folder = resources.files("proxy.ui").joinpath("assets")
+    for file in (*folder.iterdir(), *folder.joinpath("vendor").iterdir()):
         suffix = file.name.rpartition(".")[2]
         if suffix in CONTENT_TYPES:
             path = "/" if file.name == "index.html" else f"/ui/{file.name}"

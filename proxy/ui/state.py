@@ -1,13 +1,15 @@
-"""The data of the page: the servers, recent points in time, and recent requests.
+"""The data of the page: the servers, points in time, and recent requests.
 
 Each request is recorded when it starts and when it ends. Servers are queried for their
-statistics only while a page polls the proxy: all servers at once, and on average at
-most POLLS_PER_S servers per second. Every change gets the next number of one counter,
-so a page receives only what has changed since its last answer. The page computes rates
-from the counts. No texts of requests are stored.
+statistics once per second while a page polls the proxy, and otherwise every
+HISTORY_INTERVAL_S (points.py): all servers at once, and on average at most POLLS_PER_S
+servers per second. Every change gets the next number of one counter, so a page receives
+only what has changed since its last answer. The page computes rates from the counts. No
+texts of requests are stored.
 """
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -15,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
 
 import msgspec
 
@@ -23,24 +24,21 @@ from protocol.process.logging import get_logger
 from protocol.server_stats import MAX_ID_CHARS, STATS_PATH, FinishedRequest, ServerStats
 from proxy.membership import Fleet, Kind, Server
 from proxy.relay import Reply, RequestTrace
+from proxy.ui.points import HISTORY_INTERVAL_S, Points, Row
 from proxy.upstream import HttpUpstream, UpstreamError, as_text, within
 
 logger = get_logger(__name__)
 
 MAX_REQUESTS = 200  # finished requests that are stored
 MAX_RUNNING = 50  # running requests that a page receives: the newest
-MAX_POINTS = 300
-MAX_SAMPLES = 64  # first-byte times per point
-MAX_COLUMNS = 200  # values per point and kind of server
 INTERVAL_S = 1.0
 POLLS_PER_S = 10  # with more servers, each is queried less often
-LINGER_S = 10.0  # servers are queried for this long after the last poll of a page
+LINGER_S = 10.0  # a page counts as open for this long after its last poll
 POLL_TIMEOUT_S = 1.0
 
 _ADDRESS = re.compile(r"\w+://\S+|\('[^)]*\)")  # the page must not show addresses
 _decode = msgspec.json.Decoder(ServerStats).decode
 _NO_STATS = ServerStats({}, {}, [], 0)
-Row = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -122,15 +120,11 @@ class State:
         self._requests_by_id: dict[str, Request] = {}
         self._totals = Counter({"ended": 0, "failed": 0, "pd": 0, "alone": 0})
         self._servers: dict[Server, ServerRow] = {}
-        # The position of each value in a point, by name. Columns are never removed.
-        self._columns: dict[str, int] = {}
-        self._columns_changed = 0
-        self._points: deque[tuple[int, Row]] = deque(maxlen=MAX_POINTS)
-        # Times to the first byte of streams, since the last point.
-        self._first_bytes_s: list[float] = []
-        self._last_poll_at = 0.0
+        self.points = Points()
+        self._last_poll_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._has_data = asyncio.Event()
+        self._is_opened = asyncio.Event()  # a page has been opened: query at once
 
     # requests
 
@@ -170,9 +164,8 @@ class State:
             self._totals["alone"] += 1
         if "-" not in (trace.prefill, trace.decode):
             self._totals["pd"] += 1
-        has_room = len(self._first_bytes_s) < MAX_SAMPLES
-        if reply.is_stream and trace.first_byte_s and has_room:
-            self._first_bytes_s.append(trace.first_byte_s)
+        if reply.is_stream and trace.first_byte_s:
+            self.points.add_first_byte(trace.first_byte_s)
         self._finished.append(request)
         if len(self._finished) > MAX_REQUESTS:
             oldest = self._finished.popleft()
@@ -188,10 +181,11 @@ class State:
             epoch: the epoch of the page's last answer. A page that was last answered
                 by another proxy process gets everything.
         """
-        self._last_poll_at = time.monotonic()
-        if self._task is None or self._task.done():
+        if not self._is_watched:
+            self.points.forget_first_bytes()
             self._has_data.clear()
-            self._task = asyncio.create_task(self._poll_servers())
+            self._is_opened.set()
+        self._last_poll_at = time.monotonic()
         await self._has_data.wait()
         after = number if epoch == self._epoch else -1
         running = list(islice(reversed(self._running.values()), MAX_RUNNING))
@@ -203,8 +197,8 @@ class State:
             if server.changed > after
         }
         columns = None
-        if self._columns_changed > after:
-            columns = list(self._columns)
+        if self.points.columns_changed > after:
+            columns = self.points.columns
         return msgspec.json.encode(
             {
                 "epoch": self._epoch,
@@ -213,14 +207,21 @@ class State:
                 "at": time.time(),
                 "has_keys": self._needs_key,
                 "interval_s": self._interval_s,
+                "history_interval_s": HISTORY_INTERVAL_S,
                 "names": list(servers),
                 "servers": changed_rows,
                 "columns": columns,
-                "points": [point for changed, point in self._points if changed > after],
+                "points": self.points.recent(after),
+                "history": self.points.history(after),
                 "running": [request.number for request in running],
                 "requests": [each.row() for each in requests if each.changed > after],
             }
         )
+
+    def start(self) -> None:
+        """Begin to record the history of the servers."""
+        if self.is_on:
+            self._task = asyncio.create_task(self._poll_servers())
 
     async def close(self) -> None:
         if self._task is not None:
@@ -240,16 +241,27 @@ class State:
     def _interval_s(self) -> float:
         return max(INTERVAL_S, len(self._fleet.servers) / POLLS_PER_S)
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a page is open."""
+        return time.monotonic() < self._last_poll_at + LINGER_S
+
     async def _poll_servers(self) -> None:
-        """Query all servers periodically while pages poll."""
-        self._first_bytes_s.clear()
-        while time.monotonic() < self._last_poll_at + LINGER_S:
+        """Query all servers periodically, and at once when a page is opened."""
+        while True:
+            self._is_opened.clear()
             try:
                 await self._update()
             except Exception:  # a bug must not leave a page without data
                 logger.exception("updating the page's data failed")
-            self._has_data.set()
-            await asyncio.sleep(self._interval_s)
+            if not self._is_opened.is_set():
+                self._has_data.set()
+            interval_s = self._interval_s
+            if not self._is_watched:
+                interval_s = max(interval_s, HISTORY_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._is_opened.wait()
 
     async def _update(self) -> None:
         """Query all servers once, and add a point."""
@@ -269,9 +281,7 @@ class State:
             if row != server_row.row:
                 server_row.row = row
                 server_row.changed = self._next_change()
-        change = self._next_change()
-        self._points.append((change, self._point()))
-        self._first_bytes_s.clear()
+        self._add_point()
 
     async def _query(self, server: Server, row: ServerRow) -> None:
         """Query one server for its statistics, and store the result in `row`."""
@@ -308,38 +318,23 @@ class State:
                 request.served[name] = served
                 request.changed = self._next_change()
 
-    def _point(self) -> Row:
-        """Return a point: sums of the servers' statistics, by kind of server.
-
-        Points with the same `of` sum up the same servers. Rates may be computed only
-        from such points: a server that joins or leaves would look like a jump.
-        """
+    def _add_point(self) -> None:
+        """Add a point: sums of the servers' statistics, by kind of server."""
         sums = {kind.value: Counter[str]() for kind in Kind}
         for server, row in self._servers.items():
             # A server of both kinds counts once, as a decode server.
             is_counted = server.kind is Kind.DECODE
             if is_counted or not self._fleet.find(Kind.DECODE, server.url):
                 sums[server.kind.value].update(row.stats.values)
-        names = {name for counts in sums.values() for name in counts}
-        for name in names - self._columns.keys():
-            if len(self._columns) < MAX_COLUMNS:
-                self._columns[name] = len(self._columns)
-                self._columns_changed = self._next_change()
-        rows = {
-            kind: [counts[name] for name in self._columns]
-            for kind, counts in sums.items()
-        }
-        counted = tuple(
-            server.name for server, row in self._servers.items() if row.stats.values
+        self.points.add(
+            self._next_change(),
+            sums=sums,
+            servers=[
+                server.name for server, row in self._servers.items() if row.stats.values
+            ],
+            totals={"open": len(self._running), **self._totals},
+            is_watched=self._is_watched,
         )
-        return {
-            "at": time.time(),
-            "of": hash(counted),
-            "first_bytes": self._first_bytes_s[:],
-            "open": len(self._running),
-            **self._totals,
-            **rows,
-        }
 
     def _next_change(self) -> int:
         self._num_changes += 1

@@ -16,6 +16,7 @@ from engine.worker.load import (
     explaining_failures,
 )
 from engine.worker.memory import (
+    MemoryGauge,
     MemoryTooSmall,
     block_bytes,
     decide_max_model_len,
@@ -235,3 +236,10 @@ def test_block_of_fp8_latents_takes_an_additional_copy_of_one_layer():
         model.num_layers + 2,
         model.num_layers,
     ]
+
+
+def test_memory_in_use_is_that_of_this_process_on_a_cpu():
+    gauge = MemoryGauge(torch.device("cpu"))
+    used, total = gauge.values().values()
+    assert 10_000_000 < used < total
+    assert gauge.values() == gauge.values(), "it was measured twice at once"

@@ -98,7 +98,7 @@ def test_kernel_loaded_when_the_engine_is_ready_is_logged_as_error_with_its_name
     caplog,
 ):
     watch = KernelWatch()
-    stats = CoreStats(count_late_kernels=lambda: watch.num_late)
+    stats = CoreStats(lambda: {"baton_kernels_loaded_late": watch.num_late})
     with caplog.at_level(logging.WARNING):
         watch.record("expected")
         watch.is_ready = True

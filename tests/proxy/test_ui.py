@@ -4,11 +4,12 @@ limits.
 
 import asyncio
 import re
+import time
 from typing import Any
 
 import pytest
 
-from proxy.ui import site, state
+from proxy.ui import points, site, state
 from tests.proxy.fakes import (
     Call,
     Fake,
@@ -198,15 +199,21 @@ async def test_server_of_role_both_is_shown_twice_and_counted_once():
 
 
 async def test_recorded_data_is_bounded(monkeypatch):
-    for name in ("MAX_REQUESTS", "MAX_RUNNING", "MAX_COLUMNS", "MAX_POINTS"):
+    monkeypatch.setattr(points, "HISTORY_INTERVAL_S", 0)
+    for name in ("MAX_REQUESTS", "MAX_RUNNING"):
         monkeypatch.setattr(state, name, 3)
+    for name in ("MAX_COLUMNS", "MAX_RECENT", "MAX_HISTORY"):
+        monkeypatch.setattr(points, name, 3)
     async with Rig() as rig:
         for _ in range(5):
             await rig.complete(headers={"x-request-id": "the same"})
         rig.decode[0].on_stats = Stats(**dict.fromkeys("abcde", 1.0))
         page_state = await poll_until(rig, lambda data: len(data["columns"]) == 3)
         assert len(page_state["points"][-1]["decode"]) == 3
-        assert len(page_state["points"]) <= 3
+        later = await poll_until(
+            rig, lambda data: data["number"] > page_state["number"] + 10
+        )
+        assert len(later["points"]) == len(later["history"]) == 3
         assert [request["number"] for request in page_state["requests"]] == [3, 4, 5]
         rig.decode[0].behave = hangs
         tasks = [asyncio.create_task(rig.complete()) for _ in range(5)]
@@ -232,7 +239,7 @@ async def test_server_without_statistics_does_not_hide_the_other_servers(
         assert (await rig.complete()).status_code == 200
 
 
-async def test_servers_are_queried_only_while_a_page_polls(monkeypatch):
+async def test_servers_are_queried_often_only_while_a_page_polls(monkeypatch):
     monkeypatch.setattr(state, "LINGER_S", 0.05)
     async with Rig() as rig:
         fake = rig.decode[0]
@@ -248,6 +255,23 @@ async def test_servers_are_queried_only_while_a_page_polls(monkeypatch):
                 polls = fake.polls
                 await until(lambda polls=polls: fake.polls > polls + 10)
         assert 0 < num_queries[0] < num_queries[1]
+
+
+async def test_history_of_the_time_before_the_page_was_opened_is_recorded(monkeypatch):
+    for module in (state, points):
+        monkeypatch.setattr(module, "HISTORY_INTERVAL_S", 0.02)
+    async with Rig() as rig:
+        rig.decode[0].on_stats = Stats(baton_requests_running=2.0)
+        await until(lambda: len(rig.decode[0].stats_calls) > 3)
+        begun_at = time.time()
+        page_state = await poll(rig)
+        before = [point for point in page_state["history"] if point["at"] < begun_at]
+        assert len(before) >= 2 and page_state["columns"]
+        assert before[-1]["decode"] == [2.0]
+        assert all(point["at"] >= begun_at for point in page_state["points"])
+        again = await poll(rig, page_state["number"], page_state["epoch"])
+        times = {point["at"] for point in page_state["history"]}
+        assert not times & {point["at"] for point in again["history"]}
 
 
 async def test_page_of_many_servers_polls_less_often():

@@ -1,6 +1,7 @@
 """The proxy's page in a real browser: its content, its controls, and its console."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -123,8 +124,13 @@ async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
             await page.keyboard.press("Enter")
             await page.keyboard.type("Hello")
             await page.keyboard.press("Enter")
-            await page.wait_for_selector(".times >> text=7 / 0 / 1")
-            assert await page.inner_text(".answer .message") == "a b c "
+            await page.wait_for_selector(".kv-numbers >> text=7 transferred")
+            assert "0 recomputed" in await page.inner_text(".kv-numbers")
+            assert await page.inner_text(".answer .message") == "b c"
+            assert await page.text_content(".reasoning pre") == "a "
+            assert await page.locator(".kv-help:visible").count() == 0
+            await page.click(".answer .what")
+            assert "read from its memory" in await page.inner_text(".answer .kv-help")
             await page.wait_for_selector(
                 '.answer .timeline[aria-label*="decode-0 fence"]'
             )
@@ -149,11 +155,11 @@ async def test_chat_streams_and_shows_its_times_and_the_sources_of_its_kv():
             await page.wait_for_selector("#chat-send:not([hidden])")
             await page.fill("#chat-input", "Hello")
             await page.click("#chat-send")
-            await page.wait_for_selector(".answer .message >> text=a b c")
+            await page.wait_for_selector(".answer .message >> text=b c")
             await page.wait_for_selector("#chat-send:not([hidden])")
             await page.fill("#chat-input", "More")
             await page.click("#chat-send")
-            await page.wait_for_selector(".answer:nth-child(4) .message >> text=a b c")
+            await page.wait_for_selector(".answer:nth-child(4) .message >> text=b c")
         sent = calls[0].body
         hello, more = (
             [{"role": "user", "content": text}] for text in ("Hello", "More")
@@ -190,3 +196,133 @@ async def test_page_requests_a_key_and_stores_it_in_the_tab():
             await page.fill("#chat-input", "Hello")
             await page.keyboard.press("Enter")
             await page.wait_for_selector(".request >> text=200")
+
+
+MARKDOWN = """# Title
+
+<script>document.title = 1</script> <img src=x onerror="document.title=1">
+
+[good](https://a.example/) [bad](javascript:document.title=1) ![image](//b.example/i)
+
+```html
+<b>code</b>
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+"""
+
+
+def chats(*texts: str) -> Any:
+    """Return a behaviour that streams these texts."""
+    events = [
+        b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode()
+        for text in texts
+    ]
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 9}}'
+    return streams(*(event + b"\n\n" for event in (*events, usage, b"data: [DONE]")))
+
+
+async def say(page: Any, text: str) -> None:
+    await page.fill("#chat-input", text)
+    await page.click("#chat-send")
+
+
+async def test_markdown_of_answers_is_sanitised_and_can_be_copied():
+    async with Rig(decode=[Fake(chats(*MARKDOWN))]) as rig:
+        permissions = {"permissions": ["clipboard-read", "clipboard-write"]}
+        async with opened(rig, **permissions) as page:
+            await say(page, "**bold**")
+            await page.wait_for_selector(".answer .actions")
+            assert await page.inner_text(".message.user") == "**bold**"
+            assert await page.inner_text(".answer h1") == "Title"
+            assert await page.inner_text(".answer td >> nth=1") == "2"
+            answer = page.locator(".answer .message")
+            assert await answer.locator("img, script").count() == 0
+            assert "<script>document.title = 1</script>" in await answer.inner_text()
+            links = await answer.locator("a").evaluate_all(
+                "all => all.map((link) => [link.getAttribute('href'), link.rel])"
+            )
+            assert ["https://a.example/", "noopener noreferrer"] in links
+            assert not [href for href, _ in links if "script" in (href or "")]
+            assert "9 tokens" in await page.inner_text(".times")
+            read = "navigator.clipboard.readText()"
+            await page.click(".code button")
+            await page.wait_for_selector(".code button >> text=Copied")
+            assert await page.evaluate(read) == "<b>code</b>"
+            await page.click(".actions button >> text=Copy")
+            await page.wait_for_selector(".actions button >> text=Copied")
+            assert await page.evaluate(read) == MARKDOWN
+
+
+async def test_chat_regenerates_stops_and_sends_a_system_prompt():
+    decode = Fake(chats("first"))
+    async with Rig(decode=[decode]) as rig, opened(rig) as page:
+        await page.click("#chat-settings summary")
+        await page.fill("#chat-system", "Be brief.")
+        await say(page, "Hello")
+        await page.wait_for_selector(".answer >> text=first")
+        decode.behave = chats("second")
+        await page.click(".regenerate")
+        await page.wait_for_selector(".answer .message >> text=second")
+        assert await page.locator(".answer").count() == 1
+        bodies = [call.body for call in decode.calls]
+        assert bodies[0]["messages"] == bodies[1]["messages"]
+        assert bodies[1]["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hello"},
+        ]
+        decode.behave = Waits(
+            sends=b'data: {"choices": [{"delta": {"content": "partial"}}]}\n\n'
+        )
+        await say(page, "More")
+        await page.wait_for_selector(".answer .message >> text=partial")
+        await page.click("#chat-stop")
+        await page.wait_for_selector(".actions >> text=stopped")
+        decode.behave = chats("last")
+        await say(page, "And?")
+        await page.wait_for_selector(".answer .message >> text=last")
+        texts = [message["content"] for message in decode.calls[-1].body["messages"]]
+        assert texts == ["Be brief.", "Hello", "second", "More", "partial", "And?"]
+        assert await page.locator(".regenerate:visible").count() == 1
+        await page.reload()
+        assert await page.input_value("#chat-system") == "Be brief."
+
+
+@pytest.mark.parametrize("options", [{}, PHONE_OPTIONS], ids=["desktop", "phone"])
+async def test_wide_chat_uses_the_width_of_the_window(options):
+    async with Rig(decode=[Fake(chats("word " * 500))]) as rig:
+        async with opened(rig, **options) as page:
+            await say(page, "Hello")
+            await page.wait_for_selector(".answer .actions")
+            narrow = await page.locator("#chat").bounding_box()
+            await page.click("#chat-wide")
+            wide = await page.locator("#chat").bounding_box()
+            width = await page.evaluate("document.documentElement.clientWidth")
+            assert wide["width"] > 0.9 * width
+            assert wide["width"] >= narrow["width"]
+            pressed = await page.get_attribute("#chat-wide", "aria-pressed")
+            assert pressed == "true"
+            content = await page.evaluate("document.documentElement.scrollWidth")
+            assert content <= width
+            await page.click("#chat-wide")
+            assert (await page.locator("#chat").bounding_box())["width"] == (
+                narrow["width"]
+            )
+
+
+async def test_memory_of_servers_is_shown():
+    async with Rig() as rig:
+        for fake, device in ((rig.prefill[0], "cpu"), (rig.decode[0], "cuda")):
+            stats = Stats(
+                baton_engine_memory_used_bytes=41.2e9,
+                baton_engine_memory_total_bytes=141e9,
+            )
+            stats.server = {"device": device, "tp": 2}
+            fake.on_stats = stats
+        async with opened(rig) as page:
+            cells = '#servers-table td[data-label="Memory"]'
+            await page.wait_for_selector(f"{cells} >> text=41.2 GB of 141 GB")
+            await page.wait_for_selector(f"{cells} >> text=of the first GPU")
+            await page.wait_for_selector(f"{cells} >> text=the host has 141 GB")

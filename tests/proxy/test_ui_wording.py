@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.http.access import REDACTED
+from proxy.ui import points, state
 from tests.proxy.fakes import Fake, Rig, Waits, decodes, until
 
 pytest.importorskip("playwright.async_api", reason="needs the extra `browser`")
@@ -62,29 +63,61 @@ async def test_server_times_outside_of_the_proxys_times_are_clipped():
         assert await call(page, "requests.js", f"return m.elapsed({row}, 99)") == 0.1
 
 
-async def test_charts_skip_the_time_without_an_open_page():
+async def test_charts_show_the_past_and_no_time_without_measurements(monkeypatch):
+    monkeypatch.setattr(state, "HISTORY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(points, "HISTORY_INTERVAL_S", 0.05)
     async with Rig() as rig:
+        await until(lambda: len(rig.app._site.points.history(0)) >= 3)
+        for point in rig.app._site.points.history(0):
+            point["at"] -= 1800
+        past = rig.app._site.points.history(0)[0]["at"]
         async with opened(rig) as page:
-            points = rig.app._site._points
-            await until(lambda: len(points) >= 3)
-            assert await page.locator("#charts-note").is_hidden()
-        await rig.app._site.close()
-        for _, point in points:
-            point["at"] -= 3600
-        old = time.strftime("%H:%M:%S", time.localtime(points[0][1]["at"]))
-        async with opened(rig) as page:
-            await page.wait_for_selector("#charts-note:not([hidden])")
-            await page.locator(".plot").first.press("Home")
-            label = await page.locator(".plot").first.get_attribute("aria-label")
-            assert label is not None
-            assert f"at {old}" in label, "the chart does not show the real time"
-            points_json = (
-                "[{at: 1}, {at: 2}, {at: 3}, {at: 3603, isGap: true}, {at: 3604}]"
+            await page.wait_for_selector(".plot canvas")
+            plot = page.locator(".plot").first
+            await plot.press("Home")
+            clock = time.strftime("%H:%M:%S", time.localtime(past))
+            label = await plot.get_attribute("aria-label")
+            assert label is not None and f"at {clock}" not in label
+            await page.select_option("#range", "3600")
+            await plot.press("Home")
+            label = await plot.get_attribute("aria-label")
+            assert label is not None and f"at {clock}" in label
+            await page.reload()
+            await page.wait_for_selector(".plot canvas")
+            assert await page.input_value("#range") == "3600"
+
+
+async def test_points_of_a_range_are_selected_and_gaps_are_not_bridged():
+    async with Rig() as rig, opened(rig) as page:
+        history = "[{at: 100}, {at: 110}, {at: 120}, {at: 700}, {at: 710}]"
+        recent = "[{at: 708}, {at: 709}, {at: 710}]"
+
+        async def select(range_s: int) -> list[float]:
+            expression = (
+                f"return m.selectPoints({recent}, {history}, 711, {range_s}, 25)"
+                ".map((point) => Math.round(point.at))"
             )
-            places = await call(
-                page, "charts.js", f"return m.positions({points_json}, 1)"
-            )
-            assert places == [3598, 3599, 3600, 3603, 3604]
+            times = await call(page, "charts.js", expression)
+            assert isinstance(times, list)
+            return times
+
+        assert await select(300) == [708, 709, 710]
+        assert await select(900) == [100, 110, 120, 120, 700, 710]
+
+
+async def test_rates_are_computed_from_the_history_when_a_page_is_opened():
+    async with Rig() as rig, opened(rig) as page:
+        expression = """
+            const at = (at, ended) => ({at, ended, of: 1, failed: 0, first_bytes: [],
+                                        prefill: {}, decode: {}});
+            const past = m.derive(at(100, 0), [], 25);
+            const later = m.derive(at(110, 40), [past], 25);
+            const newest = m.derive(at(111, 42), [past, later], 25);
+            const lost = m.derive(at(200, 42), [past, later, newest], 25);
+            return [past, later, newest, lost].map((point) => point.ended[0])"""
+        # The window of the newest point reaches back 5 s at least: 42 in 11 s.
+        rates = await call(page, "charts.js", expression)
+        assert rates == [None, 4, 42 / 11, None]
 
 
 async def test_page_of_a_proxy_without_keys_mentions_no_keys():

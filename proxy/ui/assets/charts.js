@@ -6,23 +6,24 @@ import { $, h, setText, color, seconds, count, rate, bytes, percent, clock } fro
 const STATES = ["used", "receiving", "leased", "cached", "quarantined", "free"];
 const ITL = "baton_inter_token_seconds_bucket{le=";
 
-const WINDOW = 5; // number of points over which rates and shares are computed
+const WINDOW_S = 5; // rates and shares are computed over this time, or since the preceding point
+export const MAX_WINDOW = 8; // points whose counters are stored
 
 /**
  * Returns the plotted values of a new point, computed from it and the points before it.
  *
- * A value is null if it cannot be computed, as after a gap: a time in which no page was open, so that nothing
- * was measured.
+ * A value is null if it cannot be computed, as after a time in which nothing was measured for `gap_s` seconds.
  */
-export function derive(point, points, interval_s) {
-  const isGap = points.length > 0 && point.at - points.at(-1).at >= 4 * interval_s + 2;
+export function derive(point, points, gap_s) {
   const window = [];
-  for (let at = points.length - 1; at >= 0 && window.length < WINDOW && !isGap; at -= 1) {
-    if (points[at].raw?.of !== point.of) break;
-    window.unshift(points[at].raw);
-    if (points[at].isGap) break;
+  let newer = point;
+  for (let at = points.length - 1; at >= 0 && point.at - newer.at < WINDOW_S; at -= 1) {
+    const { raw } = points[at];
+    if (raw?.of !== point.of || newer.at - raw.at > gap_s) break;
+    if (raw.at === newer.at) continue;
+    window.unshift(raw);
+    newer = raw;
   }
-  if (points.length >= WINDOW) delete points.at(-WINDOW).raw;
   const last = window[0];
   const elapsed_s = last ? point.at - last.at : 0;
   const gain = (part, name) => {
@@ -41,7 +42,6 @@ export function derive(point, points, interval_s) {
   return {
     raw: point,
     at: point.at,
-    isGap,
     ttft: exact([...window.slice(1), point].flatMap((each) => each.first_bytes)),
     itl: last ? quantiles(Object.keys(point.decode).filter((name) => name.startsWith(ITL)).map((name) => [bound(name), gain("decode", name) ?? 0])) : [null, null],
     tokens: [each("decode", "baton_generation_tokens_total"), prompt[0] === null ? null : prompt[0] + prompt[1]],
@@ -54,23 +54,29 @@ export function derive(point, points, interval_s) {
   };
 }
 
-const GAP_WIDTH = 3; // intervals; every gap is this wide on the axis, however long it lasted
-
 /**
- * Returns the position of each point on the time axis.
+ * Returns the points of the last `range_s` seconds, with an empty point where nothing was measured for `gap_s` seconds.
  *
- * The points after the last gap are at their times. Earlier points are shifted to the right, so that gaps are
- * narrow.
+ * Short ranges show the recent points, and points of the history where no page was open.
  */
-export function positions(points, interval_s) {
-  let shift = 0;
-  const places = points.map((point) => point.at);
-  for (let at = points.length - 1; at >= 0; at -= 1) {
-    places[at] += shift;
-    if (at > 0 && points[at].isGap) shift += Math.max(0, points[at].at - points[at - 1].at - GAP_WIDTH * interval_s);
+export function selectPoints(recent, history, now, range_s, gap_s) {
+  let points = history;
+  if (range_s <= FINE_RANGE_S) {
+    const missing = history.filter((one) => !recent.some((other) => Math.abs(other.at - one.at) < gap_s / 2));
+    points = [...missing, ...recent].sort((a, b) => a.at - b.at);
   }
-  return places;
+  const shown = [];
+  for (const point of points) {
+    if (point.at < now - range_s) continue;
+    const before = shown.at(-1);
+    if (before && point.at - before.at > gap_s) shown.push({ at: before.at + 0.001 });
+    shown.push(point);
+  }
+  return shown;
 }
+
+const FINE_RANGE_S = 300; // longer ranges have too many points for one per second
+const MIN_SHOWN_S = 60; // the axis has at least this length, although the proxy may have just been started
 
 const bound = (name) => (name.includes("Inf") ? Infinity : Number(name.slice(ITL.length, -1)));
 
@@ -137,47 +143,24 @@ class Chart {
       padding: [6, 16, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { setScale: false, x: false }, sync: { key: "page" }, points: { show: !spec.isStacked } },
-      scales: { y: { range: (_, __, max) => [0, spec.max ?? ((max || 0) * 1.15 || 1)] } },
+      scales: { x: { range: () => this.span }, y: { range: (_, __, max) => [0, spec.max ?? ((max || 0) * 1.15 || 1)] } },
       axes: [
-        { ...axis, size: 18, gap: 2, space: 70, grid: { show: false }, values: (_, places) => places.map((place) => clock(this.time(place))) },
+        { ...axis, size: 18, gap: 2, space: 70, grid: { show: false }, values: (_, times) => times.map((time) => (this.span[1] - this.span[0] > FINE_RANGE_S ? clock(time).slice(0, 5) : clock(time))) },
         { ...axis, size: 46, gap: 3, space: 26, values: (_, ticks) => ticks.map((tick) => (tick ? spec.format(tick).replace("/s", "") : "0")) },
       ],
       series: [{}, ...(spec.isStacked ? series.reverse() : series)],
-      hooks: { setCursor: [(chart) => this.read(chart.cursor.idx)], draw: [(chart) => this.drawGaps(chart)] },
+      hooks: { setCursor: [(chart) => this.read(chart.cursor.idx)] },
     }, this.data, this.plot);
   }
 
-  /** Returns the proxy's time at a position on the axis. */
-  time(place) {
-    const [places] = this.data;
-    const next = places.findIndex((each) => each >= place);
-    const at = next < 0 ? places.length - 1 : next;
-    return at < 0 ? place : this.points[at].at - (places[at] - place);
-  }
-
-  drawGaps(chart) {
-    const { ctx, bbox } = chart;
-    ctx.save();
-    ctx.strokeStyle = color("faint");
-    ctx.setLineDash([4, 4]);
-    this.points.forEach((point, at) => {
-      if (!point.isGap || at === 0) return;
-      const x = chart.valToPos((this.data[0][at - 1] + this.data[0][at]) / 2, "x", true);
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
-    });
-    ctx.restore();
-  }
-
-  update(points, places) {
+  update(points, span) {
     this.points = points;
-    const rows = this.spec.labels.map((_, at) => points.map((point) => (point.isGap ? null : point[this.spec.id][at])));
+    this.span = span;
+    const rows = this.spec.labels.map((_, at) => points.map((point) => point[this.spec.id]?.[at] ?? null));
     this.rows = rows;
     let lines = rows;
     if (this.spec.isStacked) lines = rows.map((_, at) => points.map((__, x) => (rows[at][x] === null ? null : rows.slice(0, at + 1).reduce((sum, row) => sum + row[x], 0)))).reverse();
-    this.data = [places, ...lines];
+    this.data = [points.map((point) => point.at), ...lines];
     if (this.chart) this.chart.setData(this.data);
     else this.make();
     this.read(this.chart.cursor.idx);
@@ -212,16 +195,28 @@ function isolatedPoints(chart, line, isShown) {
   return isShown ? row.map((_, at) => at).filter((at) => row[at] !== null && (row[at - 1] ?? null) === null && (row[at + 1] ?? null) === null) : null;
 }
 
+const RANGE = "baton-range"; // the chosen range, stored by the browser
+
 export class Charts {
   constructor() {
     this.charts = CHARTS.map((spec) => new Chart(spec));
+    this.range = $("range");
     $("charts").append(...this.charts.map((chart) => chart.tile));
+    const stored = localStorage.getItem(RANGE);
+    if ([...this.range.options].some((option) => option.value === stored)) this.range.value = stored;
+    this.range.addEventListener("change", () => {
+      localStorage.setItem(RANGE, this.range.value);
+      this.update(this.store);
+    });
   }
 
   update(store) {
-    const places = positions(store.points, store.interval_s);
-    $("charts-note").hidden = !store.points.some((point, at) => at > 0 && point.isGap);
-    for (const chart of this.charts) chart.update(store.points, places);
+    this.store = store;
+    if (!store) return;
+    const range_s = Number(this.range.value);
+    const points = selectPoints(store.points, store.history, store.now, range_s, store.gap_s);
+    const begin = Math.max(store.now - range_s, Math.min(points[0]?.at ?? store.now, store.now - MIN_SHOWN_S));
+    for (const chart of this.charts) chart.update(points, [begin, store.now]);
   }
 
   recolor() {

@@ -1,11 +1,16 @@
-// A chat through the cluster: streamed answers, the timeline of each answer, and commands that send the same requests.
+// A chat through the cluster: streamed answers in Markdown, each with its times, its timeline and the sources of its KV.
 
 import { $, h, setText, seconds, plural } from "./dom.js";
-import { drawTimeline, elapsed, kvText } from "./requests.js";
+import { drawTimeline, elapsed } from "./requests.js";
 import { headers, askForKey } from "./key.js";
+import { kvHelp, kvNumbers } from "./kv.js";
+import { copyButton, renderMarkdown } from "./markdown.js";
+import { updateSnippets } from "./snippets.js";
 
 const MAX_TURNS = 40; // messages that are shown and sent
 const MAX_CHARS = 200_000; // characters of an answer that are shown
+const DRAW_MS = 80; // rendering an answer takes longer than receiving a token
+const SYSTEM = "baton-system"; // the system prompt, stored until the tab is closed
 
 export class Chat {
   constructor() {
@@ -14,26 +19,29 @@ export class Chat {
     this.log = $("chat-log");
     $("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.send();
+      const text = $("chat-input").value.trim();
+      if (!text || this.controller) return;
+      $("chat-input").value = "";
+      this.send(text);
     });
     $("chat-input").addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.controller?.abort();
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         $("chat-form").requestSubmit();
       }
     });
     $("chat-stop").addEventListener("click", () => this.controller?.abort());
-    $("chat-new").addEventListener("click", () => {
-      this.controller?.abort();
-      this.turns = [];
-      this.openAnswers.clear();
-      this.log.replaceChildren();
-      $("chat-hint").hidden = false;
-      $("chat-input").focus();
+    $("chat-new").addEventListener("click", () => this.reset());
+    $("chat-wide").addEventListener("click", () => this.toggleWide());
+    $("chat-system").value = sessionStorage.getItem(SYSTEM) ?? "";
+    $("chat-system").addEventListener("input", () => {
+      sessionStorage.setItem(SYSTEM, $("chat-system").value);
+      this.showSystem();
     });
-    $("chat-model").addEventListener("change", () => this.updateSnippets());
-    for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button));
-    this.updateSnippets();
+    $("chat-model").addEventListener("change", () => this.showSnippets());
+    this.showSystem();
+    this.showSnippets();
   }
 
   update(store) {
@@ -42,11 +50,37 @@ export class Chat {
     this.updateTimelines(store);
   }
 
+  reset() {
+    this.controller?.abort();
+    this.turns = [];
+    this.openAnswers.clear();
+    this.log.replaceChildren();
+    $("chat-hint").hidden = false;
+    $("chat-input").focus();
+  }
+
+  toggleWide() {
+    const isWide = document.body.classList.toggle("wide-chat");
+    $("chat-wide").setAttribute("aria-pressed", String(isWide));
+    $("chat").scrollIntoView({ block: "start" });
+    this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  /** Shows next to the closed field whether there is a system prompt. */
+  showSystem() {
+    const text = $("chat-system").value.trim();
+    setText($("chat-system-state"), text ? `: ${text.length > 40 ? `${text.slice(0, 40)}…` : text}` : "");
+  }
+
   /** Sets whether the commands to copy contain an API key. */
   setKeys(hasKeys) {
     if (this.hasKeys === hasKeys) return;
     this.hasKeys = hasKeys;
-    this.updateSnippets();
+    this.showSnippets();
+  }
+
+  showSnippets() {
+    updateSnippets($("chat-model").value || "MODEL", Boolean(this.hasKeys));
   }
 
   setModels(names) {
@@ -54,10 +88,10 @@ export class Chat {
     const select = $("chat-model");
     if ([...select.options].map((option) => option.value).join("\n") !== models.join("\n")) {
       const chosen = select.value;
-      select.parentElement.hidden = !models.length;
+      select.parentElement.hidden = models.length < 2;
       select.replaceChildren(...models.map((model) => h("option", { value: model }, model)));
       if (models.includes(chosen)) select.value = chosen;
-      this.updateSnippets();
+      this.showSnippets();
     }
   }
 
@@ -76,31 +110,35 @@ export class Chat {
     }
   }
 
-  async send() {
-    const text = $("chat-input").value.trim();
-    if (!text || this.controller) return;
-    $("chat-input").value = "";
-    this.controller = new AbortController();
-    this.setBusy(true);
+  async send(text) {
     const turns = this.turns; // the user may begin a new conversation before the answer ends
     turns.push({ role: "user", content: text });
     if (turns.length > MAX_TURNS) turns.splice(0, 2); // a question and its answer: chat templates require that the user comes first
+    this.controller = new AbortController();
+    this.setBusy(true);
     const answer = this.addTurn(text);
+    let error = null;
     try {
       await this.requestAnswer(answer);
-      turns.push({ role: "assistant", content: answer.content });
-    } catch (error) {
-      if (error.name !== "AbortError") {
-        answer.message.classList.add("error");
-        answer.message.append(`${answer.message.textContent ? "\n" : ""}${error.message}`);
-      }
-      if (answer.content && error.name === "AbortError") turns.push({ role: "assistant", content: answer.content });
-      else turns.pop();
-    } finally {
-      this.controller = null;
-      this.setBusy(false);
-      this.atEnd(() => this.showTimes(answer));
+    } catch (problem) {
+      error = problem;
     }
+    const isStopped = error?.name === "AbortError";
+    if (error && !isStopped) answer.element.append(h("div", { class: "message error" }, error.message));
+    if (!error || (isStopped && answer.content)) turns.push({ role: "assistant", content: answer.content });
+    else turns.pop();
+    this.controller = null;
+    this.setBusy(false);
+    this.atEnd(() => this.endAnswer(answer, isStopped));
+  }
+
+  /** Repeats the last question, and replaces its answer. */
+  regenerate(answer) {
+    if (this.controller) return;
+    if (this.turns.at(-1)?.role === "assistant") this.turns.splice(-2);
+    answer.element.previousElementSibling.remove();
+    answer.element.remove();
+    this.send(answer.question);
   }
 
   /** Calls `change`, which changes the log. Scrolls to the log's end if that was visible before. */
@@ -110,10 +148,19 @@ export class Chat {
     if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
   }
 
-  addTurn(text) {
-    const answer = { message: h("div", { class: "message" }), times: h("p", { class: "times" }), timeline: h("span", { class: "timeline", role: "img", "aria-label": "no phases yet" }), startedAt: performance.now(), firstAt: null, lastAt: null, tokens: 0, content: "", kv: null };
+  addTurn(question) {
+    const answer = {
+      question, content: "", reasoning: "", kv: null, tokens: null, pieces: 0,
+      startedAt: performance.now(), firstAt: null, lastAt: null,
+      message: h("div", { class: "message markdown" }),
+      thoughts: h("pre", { tabindex: 0 }),
+      times: h("p", { class: "times" }),
+      timeline: h("span", { class: "timeline", role: "img", "aria-label": "no phases yet" }),
+    };
+    answer.details = h("details", { class: "reasoning", open: "", hidden: "" }, h("summary", {}, "Reasoning"), answer.thoughts);
+    answer.element = h("div", { class: "answer" }, answer.details, answer.message, answer.timeline, answer.times);
     $("chat-hint").hidden = true;
-    this.log.append(h("div", { class: "message user" }, text), h("div", { class: "answer" }, answer.message, answer.timeline, answer.times));
+    this.log.append(h("div", { class: "message user" }, question), answer.element);
     while (this.log.children.length > 2 * MAX_TURNS) this.log.firstChild.remove();
     this.log.scrollTop = this.log.scrollHeight;
     this.showTimes(answer);
@@ -121,15 +168,19 @@ export class Chat {
   }
 
   async requestAnswer(answer) {
+    const system = $("chat-system").value.trim();
+    const maxTokens = $("chat-tokens").valueAsNumber;
+    const temperature = $("chat-temperature").valueAsNumber;
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json", ...headers() },
       body: JSON.stringify({
         ...($("chat-model").value ? { model: $("chat-model").value } : {}),
-        messages: this.turns,
-        max_tokens: $("chat-tokens").valueAsNumber || 128,
-        temperature: Number.isNaN($("chat-temperature").valueAsNumber) ? 1 : $("chat-temperature").valueAsNumber,
+        messages: [...(system ? [{ role: "system", content: system }] : []), ...this.turns],
+        max_tokens: maxTokens || 512,
+        temperature: Number.isNaN(temperature) ? 1 : temperature,
         stream: true,
+        stream_options: { include_usage: true },
       }),
       signal: this.controller.signal,
     });
@@ -146,28 +197,52 @@ export class Chat {
 
   addEvent(answer, data) {
     if (data.error) throw new Error(data.error.message);
-    if (data.baton_kv) answer.kv = data.baton_kv;
-    const piece = data.choices?.[0]?.delta;
-    const text = `${piece?.reasoning_content ?? ""}${piece?.content ?? ""}`;
-    if (!text) return;
+    answer.kv = data.baton_kv ?? answer.kv;
+    answer.tokens = data.usage?.completion_tokens ?? answer.tokens;
+    const choice = data.choices?.[0];
+    answer.isCut ||= choice?.finish_reason === "length";
+    const { reasoning_content: reasoning = "", content = "" } = choice?.delta ?? {};
+    if (!reasoning && !content) return;
     answer.lastAt = performance.now();
     answer.firstAt ??= answer.lastAt;
-    answer.tokens += 1;
-    this.atEnd(() => {
-      if (answer.message.textContent.length < MAX_CHARS) {
-        answer.message.append(text);
-        answer.content += piece.content ?? ""; // reasoning is not sent back in the next request
-      }
-      this.showTimes(answer);
-    });
+    answer.pieces += 1;
+    answer.reasoning = (answer.reasoning + (reasoning ?? "")).slice(0, MAX_CHARS);
+    answer.content = (answer.content + (content ?? "")).slice(0, MAX_CHARS); // reasoning is not sent back in the next request
+    answer.timer ??= setTimeout(() => this.atEnd(() => this.draw(answer)), DRAW_MS);
+  }
+
+  draw(answer) {
+    clearTimeout(answer.timer);
+    answer.timer = null;
+    answer.details.hidden = !answer.reasoning;
+    setText(answer.thoughts, answer.reasoning);
+    renderMarkdown(answer.message, answer.content);
+    this.showTimes(answer);
+  }
+
+  endAnswer(answer, isStopped) {
+    this.draw(answer);
+    if (answer.content) answer.details.open = false;
+    const again = h("button", { type: "button", class: "quiet regenerate" }, "Regenerate");
+    again.addEventListener("click", () => this.regenerate(answer));
+    const notes = [isStopped ? "stopped" : "", answer.isCut ? "cut at the token limit" : ""].filter(Boolean).join(", ");
+    answer.element.append(h("div", { class: "actions" }, answer.content ? copyButton(() => answer.content, "Copy", "answer") : null, again, notes ? h("span", { class: "faint" }, notes) : null));
   }
 
   showTimes(answer) {
     const since = (at) => seconds((at - answer.startedAt) / 1000);
     const parts = [answer.firstAt === null ? (this.controller ? "waiting" : "no token") : `first token after ${since(answer.firstAt)}`];
-    if (answer.tokens > 1) parts.push(`then one every ${seconds((answer.lastAt - answer.firstAt) / 1000 / (answer.tokens - 1))}`, `${plural(answer.tokens, "piece")} in ${since(answer.lastAt)}`);
-    setText(answer.times, parts.join(", "));
-    if (answer.kv) answer.times.append(h("br", {}), "prompt tokens transferred / recomputed / skipped ", h("b", {}, kvText(answer.kv)));
+    const number = answer.tokens ?? answer.pieces;
+    const elapsed_s = (answer.lastAt - answer.firstAt) / 1000;
+    if (number > 1 && elapsed_s > 0) parts.push(`${((number - 1) / elapsed_s).toFixed(1)} tokens/s`);
+    if (number > 1) parts.push(`${plural(number, "token")} in ${since(answer.lastAt)}`);
+    if (!answer.kv) setText(answer.times, parts.join(", "));
+    else if (!answer.isExplained) {
+      answer.isExplained = true;
+      const [button, list] = kvHelp();
+      answer.times.replaceChildren(parts.join(", "), h("br", {}), "prompt tokens: ", kvNumbers(answer.kv), " ", button);
+      answer.times.after(list);
+    }
   }
 
   setBusy(isBusy) {
@@ -175,30 +250,6 @@ export class Chat {
     $("chat-stop").hidden = !isBusy;
     this.log.setAttribute("aria-busy", String(isBusy));
     if (!isBusy) $("chat-input").focus({ preventScroll: true });
-  }
-
-  updateSnippets() {
-    const model = $("chat-model").value || "MODEL";
-    const url = `${location.origin}/v1`;
-    const shell = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-    const body = JSON.stringify({ model, messages: [{ role: "user", content: "Hello!" }], stream: true });
-    setText($("code-curl"), `curl -N ${url}/chat/completions \\\n${this.hasKeys ? '  -H "Authorization: Bearer $BATON_API_KEY" \\\n' : ""}  -H "Content-Type: application/json" \\\n  -d ${shell(body)}`);
-    setText($("code-python"), [
-      "# pip install openai",
-      ...(this.hasKeys ? ["import os"] : []),
-      "from openai import OpenAI",
-      "",
-      `client = OpenAI(base_url=${JSON.stringify(url)},`,
-      `                api_key=${this.hasKeys ? 'os.environ["BATON_API_KEY"]' : '"none"'})`,
-      "stream = client.chat.completions.create(",
-      `    model=${JSON.stringify(model)},`,
-      '    messages=[{"role": "user", "content": "Hello!"}],',
-      "    stream=True,",
-      ")",
-      "for chunk in stream:",
-      "    for choice in chunk.choices:",
-      '        print(choice.delta.content or "", end="", flush=True)',
-    ].join("\n"));
   }
 }
 
@@ -217,18 +268,4 @@ async function* events(body) {
       if (data) yield JSON.parse(data);
     }
   }
-}
-
-async function copy(button) {
-  const block = $(button.dataset.copy);
-  const label = button.firstChild;
-  let isCopied = true;
-  try {
-    await navigator.clipboard.writeText(block.textContent);
-  } catch { // browsers forbid this on pages of other hosts without TLS: select the text instead
-    getSelection().selectAllChildren(block);
-    isCopied = document.execCommand("copy");
-  }
-  label.textContent = isCopied ? "Copied" : "Selected";
-  setTimeout(() => (label.textContent = "Copy"), 1500);
 }

@@ -49,6 +49,7 @@ export function count(value) {
 
 export const rate = (value) => (value === null || value === undefined ? "–" : `${count(value)}/s`);
 export const bytes = (value) => (value === null || value === undefined ? "–" : `${count(value).replace(/[^\d.]|$/, " $&")}B/s`);
+export const memory = (value) => (value === null || value === undefined ? "–" : `${count(value).replace(/[^\d.]|$/, " $&")}B`);
 export const percent = (value) => (value === null || value === undefined ? "–" : `${Math.round(value * 100)} %`);
 export const clock = (at) => new Date(at * 1000).toTimeString().slice(0, 8);
 

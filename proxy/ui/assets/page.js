@@ -1,7 +1,7 @@
 // Polls the proxy for changes, stores a limited number of them, and updates every part of the page.
 
 import { $, h, setText, plural } from "./dom.js";
-import { Charts, derive } from "./charts.js";
+import { Charts, MAX_WINDOW, derive } from "./charts.js";
 import { Track } from "./track.js";
 import { Servers } from "./servers.js";
 import { Requests } from "./requests.js";
@@ -9,10 +9,11 @@ import { Chat } from "./chat.js";
 import { key, askForKey, offerKey, onKey, headers } from "./key.js";
 
 const MAX_POINTS = 300;
+const MAX_HISTORY = 360;
 const MAX_REQUESTS = 250;
 const MAX_WAIT_S = 5; // longest time between two polls if the proxy does not answer
 
-const store = { epoch: "", number: 0, servers: new Map(), columns: [], points: [], requests: new Map() };
+const store = { epoch: "", number: 0, servers: new Map(), columns: [], points: [], history: [], requests: new Map() };
 const chat = new Chat();
 const parts = [new Track(), new Charts(), new Servers(), new Requests(), chat];
 let failures = 0;
@@ -24,8 +25,10 @@ function applyChanges(changes) {
     store.servers.clear();
     store.requests.clear();
     store.points.length = 0;
+    store.history.length = 0;
   }
   Object.assign(store, { epoch: changes.epoch, number: changes.number, interval_s: changes.interval_s, now: changes.at, hasKeys: changes.has_keys });
+  store.gap_s = 2.5 * Math.max(changes.history_interval_s, changes.interval_s);
   for (const [name, row] of Object.entries(changes.servers)) {
     const before = store.servers.get(name);
     store.servers.set(name, { ...row, name, before, at: changes.points.at(-1)?.at ?? changes.at });
@@ -35,9 +38,17 @@ function applyChanges(changes) {
   for (const name of store.servers.keys()) if (!names.has(name)) store.servers.delete(name);
   if (changes.columns) store.columns = changes.columns;
   const named = (row) => Object.fromEntries(store.columns.map((name, at) => [name, row[at] ?? 0]));
-  for (const point of changes.points) Object.assign(point, { prefill: named(point.prefill), decode: named(point.decode) });
-  for (const point of changes.points) store.points.push(derive(point, store.points, changes.interval_s));
-  if (store.points.length > MAX_POINTS) store.points.splice(0, store.points.length - MAX_POINTS);
+  const append = (points, added, maxPoints, others) => {
+    for (const point of added) {
+      const counters = { ...point, prefill: named(point.prefill), decode: named(point.decode) };
+      const before = [...points.slice(-MAX_WINDOW), ...others.slice(-MAX_WINDOW)].filter((other) => other.at < point.at);
+      points.push(derive(counters, before.sort((a, b) => a.at - b.at), store.gap_s));
+      if (points.length > MAX_WINDOW) delete points.at(-MAX_WINDOW - 1).raw;
+    }
+    points.splice(0, Math.max(0, points.length - maxPoints));
+  };
+  append(store.history, changes.history, MAX_HISTORY, []);
+  append(store.points, changes.points, MAX_POINTS, store.history);
   for (const row of changes.requests) store.requests.set(row.number, row);
   const running = new Set(changes.running);
   for (const [number, row] of store.requests) if (row.status === null && !running.has(number)) store.requests.delete(number);

@@ -1,6 +1,7 @@
 // The last requests, each with a timeline: a lane for every server that was tried, and a lane for the client.
 
 import { $, h, setText, legend, seconds, clock, plural } from "./dom.js";
+import { kvHelp, kvNumbers } from "./kv.js";
 
 const PHASES = ["proxy", "queue", "prefill", "transfer", "fence", "decode", "stream"];
 const CLOCK_ROWS = 25; // requests on the clock that shows several requests on one time axis
@@ -64,8 +65,6 @@ export function drawTimeline(element, row, now_s, from_s = 0, span_s = null) {
   element.setAttribute("aria-label", parts.map(({ phase, from, to, actor }) => `${name(actor, phase)} ${seconds(to - from)}`).join(", ") || "no phases yet");
 }
 
-export const kvText = (kv) => `${kv.transferred ?? 0} / ${kv.recomputed ?? 0} / ${kv.skipped ?? 0}`;
-
 export class Requests {
   constructor() {
     this.list = $("requests-list");
@@ -74,6 +73,9 @@ export class Requests {
     this.scale = $("requests-scale");
     this.pause = $("requests-pause");
     $("phases-legend").append(...legend(PHASES), h("span", {}, h("i", { class: "swatch under-way" }), "in progress, or unknown"));
+    const [button, list] = kvHelp();
+    $("phases-legend").append(h("span", {}, "KV of a prompt: transferred, recomputed or skipped ", button));
+    $("phases-legend").after(list);
     this.filter.addEventListener("input", () => this.show());
     this.scale.addEventListener("change", () => this.update(this.store, true));
     this.pause.addEventListener("click", () => {
@@ -143,7 +145,7 @@ export class Requests {
     const lines = segments(row, elapsed(row, this.now)).map(({ actor, phase, from, to }) =>
       h("tr", {}, h("td", {}, h("i", { class: "swatch", style: { background: `var(--${phase}, var(--queue))` } }), name(actor, phase)), h("td", {}, `at ${seconds(from)}`), h("td", {}, `for ${seconds(to - from)}`)));
     const reports = Object.entries(row.served).map(([name, one]) =>
-      h("p", { class: "faint" }, `${name}: ${one.outcome}${one.error ? ` (${one.error})` : ""}, ${plural(one.prompt_tokens, "prompt token")}, ${one.generated} generated; transferred / recomputed / skipped ${kvText(one.kv)}`));
+      h("p", { class: "faint" }, `${name}: ${one.outcome}${one.error ? ` (${one.error})` : ""}, ${plural(one.prompt_tokens, "prompt token")}, ${one.generated} generated; prompt tokens: `, kvNumbers(one.kv)));
     detail.replaceChildren(h("p", {}, `${row.path} · ${row.id}`), h("table", {}, h("tbody", {}, ...lines)), ...reports);
   }
 

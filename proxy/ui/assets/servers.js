@@ -1,9 +1,9 @@
 // The table of servers: state, geometry, KV, queues and work. An update keeps the rows and changes their cells.
 
-import { $, h, setText, legend, count, rate, bytes, seconds } from "./dom.js";
+import { $, h, setText, legend, count, rate, bytes, memory, seconds } from "./dom.js";
 
 const STATES = ["used", "receiving", "leased", "cached", "quarantined", "free"];
-const COLUMNS = ["State", "Model", "KV cache", "Queue", "Work", "Runs on"];
+const COLUMNS = ["State", "Model", "KV cache", "Queue", "Work", "Memory", "Runs on"];
 
 export class Servers {
   constructor() {
@@ -107,6 +107,9 @@ function fill({ cells, bar }, server, rates) {
   const isIdle = !rates || !(rates.tokens || rates.prompt);
   const main = isIdle ? "idle" : server.role === "prefill" ? `${rate(rates.prompt)} prompt` : `${rate(rates.tokens)} tokens`;
   setCell("Work", hasStats ? main : "–", parts.join(", "));
+  const [used, total_memory] = ["used", "total"].map((name) => values[`baton_engine_memory_${name}_bytes`]);
+  const isGpu = server.device === "cuda";
+  setCell("Memory", used ? `${memory(used)}${isGpu ? ` of ${memory(total_memory)}` : ""}` : "–", used ? (isGpu ? `of ${server.tp > 1 ? "the first" : "its"} GPU` : `of its process; the host has ${memory(total_memory)}`) : "");
   const ranks = server.tp ? `TP ${server.tp}${server.dcp > 1 ? `, DCP ${server.dcp}` : ""}` : "";
   setCell("Runs on", [server.device, ranks].filter(Boolean).join(", ") || "–", server.attention_backend ? `${server.attention_backend}, ${server.dtype}` : "");
 }

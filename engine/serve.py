@@ -253,7 +253,10 @@ class _Server:
         gc.freeze()
         url = f"{self.api.access.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, url)
-        lifecycle.report_ready({"port": port})
+        geometry = client.require_ready().geometry
+        lifecycle.report_ready(
+            {"port": port, "side_channel_port": geometry["side_channel_port"]}
+        )
         unregister = self._register(port, client)
         watching = asyncio.ensure_future(self._watch_for_hang(client))
         await _wait_for_first(serving, self.stop_requested, self.failure)

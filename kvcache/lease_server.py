@@ -50,8 +50,8 @@ from protocol.ipc.wire import (
     tune_socket,
     update_selector,
 )
-from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
+from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 

@@ -23,7 +23,7 @@ from protocol.handshake import (
 )
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineFailed, EngineProgress, EngineReady
-from protocol.process.lifecycle import ignore_alarm
+from protocol.process.alarm import ignore_alarm
 
 
 def lead(

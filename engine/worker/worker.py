@@ -27,12 +27,9 @@ from engine.worker.load import (
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankLinks
 from protocol.process import lifecycle
-from protocol.process.lifecycle import (
-    end_on_alarm,
-    end_with_vital_threads,
-    ignore_alarm,
-)
+from protocol.process.alarm import end_on_alarm, ignore_alarm
 from protocol.process.logging import setup_logging
+from protocol.process.vital_threads import end_with_vital_threads
 
 logger = logging.getLogger("baton.engine")
 

@@ -38,8 +38,8 @@ from kvcache.verify.scope import DigestPart, Scope
 from protocol.errors import BatonError, InternalError, PullCircuitOpen, TransferFailed
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import ErrorInfo
-from protocol.process.lifecycle import VitalThread
 from protocol.process.logging import get_logger
+from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,7 @@ Every child runs in its own session, so Ctrl-C in a terminal reaches only the la
 The child and its parent are connected by a socket pair and a pipe:
 
     parent --(no data)---------> child    socket; EOF: the parent has ended
-    child  --(JSON lines)------> parent   socket; progress, ready, failed;
+    child  --(JSON lines)------> parent   socket; progress, ready, request, failed;
                                           EOF: the child has ended
     child  --(stdout + stderr)-> parent   pipe; the parent prints each line after the
                                           child's name, and keeps the last lines
@@ -28,23 +28,18 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 from protocol.process.environment import child_environment
 from protocol.process.log_lines import as_text, format_child_line, is_rank, sender_of
-from protocol.process.logging import get_logger
 from protocol.process.output import flush_output
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
 TAIL_LINES = 40  # how many of a child's last lines are kept
-# The signal by which a parent ends a child that has called `end_on_alarm`.
+# The signal by which a parent ends a child that has called alarm.end_on_alarm.
 ALARM = signal.SIGALRM
-_REPEAT_ALARM_S = 0.01  # delay until this process sends itself a dropped ALARM again
-# Maximum time for reporting the end of a VitalThread. If the process that reads the
-# report is suspended (SIGSTOP), a write may never return.
-_MAX_REPORT_S = 5.0
-_log = get_logger(__name__)
 # Maximum duration of a single wait in a main thread that handles signals. If a signal
 # arrives just before a wait, it does not interrupt the wait, and Python calls the
 # handler only when the wait ends.
@@ -58,14 +53,27 @@ class Event(NamedTuple):
 
     progress: The child is starting; the value describes the current step.
     ready: The child serves; the value has its addresses, such as {"port": 8000}.
+    request: The child requests a change from its parent; see `request_of_parent`.
     failed: The child cannot continue; the value is the reason. The child then exits.
     exited: The child has ended and is reaped; the value is its exit status, or -N if
         signal N ended it. This is always the last event.
     """
 
     child: "Child"
-    kind: Literal["progress", "ready", "failed", "exited"]
+    kind: Literal["progress", "ready", "request", "failed", "exited"]
     value: Any
+
+
+class Terminable(Protocol):
+    """A process that `terminate` can end, such as a Child."""
+
+    exited: threading.Event
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process, unless it has ended."""
+
+    def kill(self) -> None:
+        """Ends the process without a chance to finish its work."""
 
 
 @dataclass(eq=False)
@@ -76,6 +84,8 @@ class Child:
         tail: The last lines that the child and its ranks have written.
         failure: The reason that the child has reported for its exit, or None.
         exited: Set when the child has ended and is reaped.
+        output_ended: Set when no process can write to the child's pipe any more: the
+            child has ended, and so have its engine's ranks.
     """
 
     name: str
@@ -83,6 +93,7 @@ class Child:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     failure: str | None = None
     exited: threading.Event = field(default_factory=threading.Event)
+    output_ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def pid(self) -> int:
@@ -164,6 +175,7 @@ def spawn(
     stdin: bytes = b"",
     capture: bool = True,
     on_event: Callable[[Event], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
     files: Sequence[int] = (),
 ) -> Child:
     """Starts a child process in its own session.
@@ -178,6 +190,8 @@ def spawn(
         capture: True: print the child's lines with `name` as prefix, and keep the last
             lines. False: the child writes to this process's stdout and stderr.
         on_event: Called with each Event of the child, in a thread for this child.
+        on_line: Called with each captured line, in a thread for this child, instead of
+            printing the line.
         files: Descriptors that the child inherits under the same numbers.
 
     Raises:
@@ -207,28 +221,45 @@ def spawn(
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
         stream.write(stdin)
-    printer = threading.Thread(target=_print_lines, args=(child,), daemon=True)
-    printer.start()
-    watcher = threading.Thread(
-        target=_watch_child,
-        args=(child, parent_socket, printer, on_event or (lambda _: None)),
-        daemon=True,
-    )
-    watcher.start()
+    _start_threads(child, parent_socket, on_event, on_line)
     return child
 
 
-def _print_lines(child: Child) -> None:
-    """Prints the child's lines and keeps the last ones, until its pipe closes."""
+def _start_threads(
+    child: Child,
+    parent_socket: socket.socket,
+    on_event: Callable[[Event], None] | None,
+    on_line: Callable[[str], None] | None,
+) -> None:
+    """Starts the threads that read the child's lines, and its reports."""
+    on_event = on_event or (lambda _: None)
+    on_line = on_line or partial(print_line_of, child.name)
+    printer = threading.Thread(target=_read_lines, args=(child, on_line), daemon=True)
+    printer.start()
+    watcher = threading.Thread(
+        target=_watch_child,
+        args=(child, parent_socket, printer, on_event),
+        daemon=True,
+    )
+    watcher.start()
+
+
+def print_line_of(name: str, line: str) -> None:
+    """Prints a line of the process `name` after its name."""
+    # This process's stdout may be closed. A single write keeps the line in one piece.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.write(f"{format_child_line(name, line)}\n")
+        sys.stdout.flush()
+
+
+def _read_lines(child: Child, on_line: Callable[[str], None]) -> None:
+    """Keeps the child's last lines, and passes each line on, until its pipe closes."""
     with child.process.stdout or contextlib.nullcontext(()) as stream:
         for raw in stream:
             line = raw.decode(errors="replace").rstrip()
             child.tail.append(line)
-            # This process's stdout may be closed. A single write keeps the line in one
-            # piece.
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.write(f"{format_child_line(child.name, line)}\n")
-                sys.stdout.flush()
+            on_line(line)
+    child.output_ended.set()
 
 
 def _watch_child(
@@ -263,7 +294,7 @@ def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
 
 
 def terminate(
-    children: Iterable[Child], grace_s: float, number: int = signal.SIGTERM
+    children: Iterable[Terminable], grace_s: float, number: int = signal.SIGTERM
 ) -> bool:
     """Ends all children: sends the signal `number`, and after `grace_s` SIGKILL.
 
@@ -284,7 +315,7 @@ def terminate(
     return not remaining
 
 
-def _wait_for_exit(child: Child, deadline_s: float) -> bool:
+def _wait_for_exit(child: Terminable, deadline_s: float) -> bool:
     """Waits for the end of a child. Returns False if it still runs at the deadline.
 
     Args:
@@ -400,6 +431,15 @@ def report_ready(info: Mapping[str, Any]) -> None:
     _report("ready", dict(info))
 
 
+def request_of_parent(value: Mapping[str, Any]) -> bool:
+    """Sends a request to the parent process. Returns False if there is no parent.
+
+    Only `baton up` handles requests, namely those of its proxy.
+    """
+    _report("request", dict(value))
+    return _parent_fd() is not None
+
+
 def report_failure(reason: str) -> None:
     """Reports to stderr and to the parent process, if any, why this process ends."""
     # The parent may end this process when it receives the report. Therefore the reason
@@ -424,77 +464,3 @@ def exit_now(status: int) -> NoReturn:
         flush_output()
     finally:
         os._exit(status)
-
-
-def end_on_alarm() -> None:
-    """Makes ALARM raise SystemExit, and disables SIGTERM. Call it in the main thread.
-
-    A service manager sends SIGTERM to all processes of a service at once. The parent of
-    this process may still need this process then, and ends it by ALARM later.
-    """
-    # SIGTERM gets a function that does nothing, because child processes would inherit
-    # SIG_IGN.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.signal(ALARM, _raise_exit)
-    sys.unraisablehook = _on_unraisable
-
-
-def ignore_alarm() -> None:
-    """Ignores ALARM from now on, so that the signal cannot interrupt the shutdown.
-
-    The parent sends ALARM as soon as it detects that this process ends.
-    """
-    signal.signal(ALARM, signal.SIG_IGN)
-
-
-def _raise_exit(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
-
-
-def _on_unraisable(unraisable: Any) -> None:
-    """Sends ALARM again if it arrived during a finalizer or a weak reference's
-    callback.
-
-    Python drops the SystemExit that ALARM raises in such a function.
-    """
-    if unraisable.exc_type is SystemExit:
-        signal.setitimer(signal.ITIMER_REAL, _REPEAT_ALARM_S)
-    else:
-        sys.__unraisablehook__(unraisable)
-
-
-class VitalThread(threading.Thread):
-    """A daemon thread that the process needs; see `end_with_vital_threads`."""
-
-    def __init__(self, target: Callable[[], None], name: str) -> None:
-        super().__init__(target=target, name=name, daemon=True)
-
-
-def end_with_vital_threads() -> None:
-    """Makes an exception in a VitalThread end this process with status 1.
-
-    The reason is reported to the parent process. In tests, which do not call this
-    function, such an exception ends only the thread.
-    """
-    default_hook = threading.excepthook
-
-    def end_process(args: threading.ExceptHookArgs) -> None:
-        if not isinstance(args.thread, VitalThread):
-            default_hook(args)
-            return
-        reason = args.exc_type.__name__
-        if str(args.exc_value):
-            reason += f": {args.exc_value}"
-        # If the process that reads the report is suspended, the report may wait
-        # forever. The timer then ends this process.
-        watchdog = threading.Timer(_MAX_REPORT_S, os._exit, (1,))
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            report_failure(f"thread {args.thread.name} ended: {reason}")
-            _log.critical("thread %s", args.thread.name, exc_info=args.exc_value)
-        finally:
-            # Other threads may be in any state, so they are not notified.
-            exit_now(1)
-
-    threading.excepthook = end_process

@@ -20,8 +20,10 @@ DEADLINE_S = 60.0
 PRELUDE = f"""
 import os, signal, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from protocol.process import lifecycle
+from protocol.process import lifecycle, vital_threads
+from protocol.process.alarm import *
 from protocol.process.lifecycle import *
+from protocol.process.vital_threads import *
 
 def fail():
     raise RuntimeError("the device is gone")
@@ -348,7 +350,7 @@ def test_only_a_vital_thread_that_raises_ends_its_process(events):
 def test_unread_output_does_not_keep_a_process_alive():
     argv = python(
         """
-        lifecycle._MAX_REPORT_S = 0.2
+        vital_threads._MAX_REPORT_S = 0.2
         end_with_vital_threads()
         os.set_blocking(1, False)
         try:

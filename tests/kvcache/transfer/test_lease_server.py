@@ -33,7 +33,7 @@ from protocol.handshake import (
     seal_request,
 )
 from protocol.ipc.wire import Wire, WireClosed, framed, listen
-from protocol.process.lifecycle import VitalThread
+from protocol.process.vital_threads import VitalThread
 from tests.kvcache.transfer.test_peers import metadata
 from tests.rigs.memory_pair import DEADLINE_S, REMOTE, Clock
 

@@ -15,7 +15,7 @@ from kvcache.transfer.agent import ReadHandle, ReadState, TransferAgent
 from kvcache.transfer.peer import LocalRank, Peer
 from kvcache.transfer.pulls.messages import AddPeer, Pull, RankEnded, StopPull
 from kvcache.transfer.worker import TransferWorker
-from protocol.process.lifecycle import VitalThread
+from protocol.process.vital_threads import VitalThread
 from tests.rigs.coordinator_stub import CoordinatorStub
 from tests.rigs.memory_agent import MemoryAgent
 from tests.rigs.memory_pair import DEADLINE_S, HEADS, Prefill, layout, pull_command

@@ -12,7 +12,6 @@ decode server is lost, another decode server continues: see `_generate`.
 """
 
 import asyncio
-import contextlib
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from proxy.charge import charged
 from proxy.failover import UpstreamLost
 from proxy.legs.call import Leg, LegFailed
 from proxy.legs.early_decode import EarlyDecode, lender_of
+from proxy.legs.outage import Outage, wait_after_loss
 from proxy.legs.outcome import DecodeOnly, DecodeOnlyReason
 from proxy.legs.request_legs import RequestLegs
 from proxy.membership import Kind, Pool, Server
@@ -37,10 +37,6 @@ from proxy.placement.request_profile import limit_to_context
 # and ends the lease itself. If the proxy's release arrived before that, the decode
 # server would count a lost lease.
 _RELEASE_DELAY_S = 1.0
-# If the server of a stream is lost, the stream waits at most this long for a ready
-# server. A server that only broke a connection is ready after its next health check.
-_MAX_READY_WAIT_S = 3.0
-_READY_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -195,6 +191,7 @@ class PDRequest(RequestLegs):
             decode_only: why there is no prefill leg; None if there may be one.
         """
         self._failover.is_enabled = self.upstreams.max_resumes > 0
+        outage = Outage(self.upstreams, self.reply, self._failover)
         loss: UpstreamLost | None = None
         while loss is None or self._count_and_check_failover(loss):
             try:
@@ -205,9 +202,10 @@ class PDRequest(RequestLegs):
                 return
             except UpstreamLost as next_loss:
                 loss = next_loss
-            except BatonError:
+            except BatonError as error:
                 if loss is None:
-                    raise
+                    await outage.outlast(error, self._model_pool)
+                    continue
                 self._failover.count_outcome("failed")
                 loss.params = None
                 if loss.has_begun or not self.reply.frame_history:
@@ -249,10 +247,12 @@ class PDRequest(RequestLegs):
             avoided = [each for each in servers if each.health.kv_digest != digest]
         elif all(server in avoided for server in servers):
             avoided = []
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_MAX_READY_WAIT_S):
-                while not self._model_pool.ready(Kind.DECODE, avoided):
-                    await asyncio.sleep(_READY_POLL_S)
+        await wait_after_loss(
+            self._model_pool,
+            avoided,
+            self.upstreams.resume_wait_s,
+            has_begun=loss.has_begun,
+        )
         await self._generate_once(decode_only)
 
     async def _generate_once(self, decode_only: DecodeOnly | None) -> None:

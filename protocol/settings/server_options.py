@@ -9,6 +9,11 @@ from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.settings.options import ApiKey, Options, Seconds, Threads
 
+RESUME_WAIT_S = 3.0  # the default of --resume-wait-s
+# The default where a decode server that dies is restarted, which includes loading the
+# model.
+RESTART_WAIT_S = 300.0
+
 
 class TelemetryOptions(Options):
     """What a process reports to monitoring systems."""
@@ -219,6 +224,11 @@ class RoutingOptions(WaitOptions):
     max_resumes: int = Field(3, ge=0, le=100)
     """how many times a stream may lose its decode server and continue on another decode
     server (0: the stream ends)
+    """
+    resume_wait_s: Seconds | None = None
+    """how long a request that has lost its decode server waits until one is ready. A
+    new request waits, too, but not longer than --max-queue-s (s; None: streams wait 3,
+    and other requests do not; with the restarts of `baton up` 300)
     """
     ui: bool = True
     """serve a web page with the state of the cluster at / of the proxy"""

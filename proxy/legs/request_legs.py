@@ -149,7 +149,10 @@ class RequestLegs:
         try:
             leg = await pending_leg
         except LegFailed as error:
-            if error.response is None or continues:
+            may_be_restarted = (
+                error.failure is Failure.DIED and self.upstreams.restart_wait_s > 0
+            )
+            if error.response is None or continues or may_be_restarted:
                 raise _client_error(error) from None
             await self.reply.relay(error.response)
             return
@@ -271,7 +274,7 @@ class RequestLegs:
 
 def _client_error(failed: LegFailed) -> BatonError:
     match failed.failure:
-        case Failure.LOST:
+        case Failure.LOST | Failure.DIED:
             return DecodeServerLost(f"the decode server was lost: {failed}")
         case Failure.TIMEOUT:
             return DecodeServerTimeout(f"the decode server did not answer: {failed}")

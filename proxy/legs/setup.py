@@ -1,6 +1,7 @@
 """Creates the Upstreams, which send the legs of requests, from the proxy's settings."""
 
 from protocol.metrics import Metrics
+from protocol.settings.server_options import RESUME_WAIT_S
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.members import Members
 from proxy.failover import signing_secret
@@ -22,5 +23,7 @@ def create_upstreams(
         load_tracker=members.load_tracker,
         max_queue_s=settings.max_queue_s,
         max_resumes=settings.max_resumes,
+        resume_wait_s=settings.resume_wait_s or RESUME_WAIT_S,
+        restart_wait_s=settings.resume_wait_s or 0.0,
         secret=signing_secret(settings),
     )

@@ -83,6 +83,9 @@ class Upstreams:
     Attributes:
         max_queue_s: limit on the estimated wait at servers without admission control.
         max_resumes: how many servers may be lost during one request.
+        resume_wait_s: how long a stream that lost its server waits for another one.
+        restart_wait_s: how long a request without an answer waits until a decode server
+            is ready, if none is.
         secret: the cluster secret; empty if there is none.
     """
 
@@ -92,6 +95,8 @@ class Upstreams:
     load_tracker: LoadTracker
     max_queue_s: float = 30.0
     max_resumes: int = 0
+    resume_wait_s: float = 0.0
+    restart_wait_s: float = 0.0
     secret: bytes = b""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 from openai.types.responses import ResponseErrorEvent
 
-from proxy import pd_request
 from proxy.health import SILENCES
 from proxy.membership import Kind
 from tests.proxy.fakes import (
@@ -78,10 +77,10 @@ async def test_error_event_is_relayed_without_another_and_kv_is_released():
     ],
 )
 async def test_silent_server_times_out_and_a_partial_answer_is_an_error(
-    prefill, decode, status, code, monkeypatch
+    prefill, decode, status, code
 ):
-    monkeypatch.setattr(pd_request, "_MAX_READY_WAIT_S", 0.05)
-    async with Rig([Fake(prefill)], [Fake(decode)], read_timeout_s=0.2) as rig:
+    options = {"read_timeout_s": 0.2, "resume_wait_s": 0.05}
+    async with Rig([Fake(prefill)], [Fake(decode)], **options) as rig:
         response = await rig.complete()
         assert response.status_code == status
         if prefill is hangs:
@@ -317,12 +316,7 @@ class Dying:
 
 
 @pytest.mark.parametrize("answer", [STREAM, JSON_ANSWER])
-async def test_client_gets_exactly_one_end_wherever_the_server_dies(
-    answer, monkeypatch
-):
-    # The proxy need not wait, because there is no second server.
-    monkeypatch.setattr(pd_request, "_MAX_READY_WAIT_S", 0.05)
-
+async def test_client_gets_exactly_one_end_wherever_the_server_dies(answer):
     async def send_requests(rig: Rig, dying: Dying) -> None:
         head = answer.index(b"\r\n\r\n") + 4
         done = answer.find(b"[DONE]\n\n") + len(b"[DONE]\n\n")
@@ -345,7 +339,8 @@ async def test_client_gets_exactly_one_end_wherever_the_server_dies(
         # The fake receives no request, because `dying` gets the requests instead.
         fake = Fake(decodes)
         fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with Rig(prefill=[], decode=[fake]) as rig:
+        # The proxy need not wait, because there is no second server.
+        async with Rig(prefill=[], decode=[fake], resume_wait_s=0.05) as rig:
             await send_requests(rig, dying)
 
 

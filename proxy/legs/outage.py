@@ -1,0 +1,91 @@
+"""How long a request waits while no decode server is ready.
+
+With `baton up`, a decode server that dies is restarted. Requests wait for it:
+
+    the answer has begun ----------> `--resume-wait-s`; see `wait_after_loss`
+    a server was lost before that -> `--resume-wait-s`; see `Outage.outlast`
+    the request is new ------------> the same, at most `--max-queue-s`
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from protocol.errors import BatonError, NoServerAvailable
+from proxy.errors import DecodeServerLost
+from proxy.failover import FailoverState
+from proxy.legs.upstreams import Upstreams
+from proxy.membership import Kind, Pool, Server
+from proxy.relay import Reply
+
+# A request waits at most this long for a server that has not failed it yet. A server
+# that only broke a connection is ready after its next health check.
+MAX_OTHER_WAIT_S = 3.0
+_POLL_S = 0.02
+
+
+class Outage:
+    """The wait of one request that no decode server has begun to answer."""
+
+    def __init__(
+        self, upstreams: Upstreams, reply: Reply, failover: FailoverState
+    ) -> None:
+        self._upstreams = upstreams
+        self._reply = reply
+        self._failover = failover
+        self._has_waited = False
+
+    async def outlast(self, error: BatonError, pool: Pool) -> None:
+        """Wait for a decode server, if the request failed because none is left.
+
+        Returns when the request may be sent again.
+
+        Raises:
+            BatonError: `error`, if the request cannot be sent again in time.
+        """
+        wait_s = self._upstreams.restart_wait_s
+        if isinstance(error, NoServerAvailable):
+            wait_s = min(wait_s, self._upstreams.max_queue_s)
+        elif not isinstance(error, DecodeServerLost):
+            raise error
+        has_begun = self._reply.status is not None or bool(self._reply.frame_history)
+        may_retry = self._failover.is_enabled and self._failover.count_and_check_retry(
+            None
+        )
+        # A request waits only once, so that it ends although servers flap.
+        if has_begun or not may_retry or self._has_waited or pool.ready(Kind.DECODE):
+            raise error
+        self._has_waited = True
+        if not await wait_for_decode_server(pool, (), wait_s):
+            raise error
+
+
+async def wait_after_loss(
+    pool: Pool, avoided: Sequence[Server], wait_s: float, *, has_begun: bool
+) -> None:
+    """Wait until a decode server can continue an answer that broke off.
+
+    Args:
+        avoided: servers that have failed the request or would refuse to continue.
+        has_begun: the client has part of the answer.
+    """
+    other_wait_s = min(wait_s, MAX_OTHER_WAIT_S)
+    if await wait_for_decode_server(pool, avoided, other_wait_s):
+        return
+    # The server that is ready next may be the lost one, restarted. Servers of another
+    # model, which are avoided if the answer has begun, still cannot continue it.
+    await wait_for_decode_server(
+        pool, avoided if has_begun else (), wait_s - other_wait_s
+    )
+
+
+async def wait_for_decode_server(
+    pool: Pool, avoided: Sequence[Server], timeout_s: float
+) -> bool:
+    """Wait for a ready decode server. Return False if there is none in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not pool.ready(Kind.DECODE, avoided):
+                await asyncio.sleep(_POLL_S)
+            return True
+    return False

@@ -46,6 +46,11 @@ GROUPS = {
             program="deploy.local:main",
             options=f"{_SETTINGS}:UpSettings",
         ),
+        "scale": Command(
+            "change the number of servers of a running `up`",
+            program="deploy.scale:main",
+            options="deploy.scale:ScaleSettings",
+        ),
         "warm": Command(
             "download and compile what `up` needs with the same options, then exit",
             program="deploy.local:warm",

@@ -5,7 +5,7 @@ This module does no I/O.
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import BaseModel, SecretStr
@@ -13,6 +13,7 @@ from pydantic import BaseModel, SecretStr
 from deploy.healthcheck import LOOPBACK
 from protocol.settings.options import ModelOptions
 from protocol.settings.server_options import (
+    RESTART_WAIT_S,
     DisaggregationOptions,
     QueueOptions,
     TelemetryOptions,
@@ -44,44 +45,89 @@ class Command:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def with_ports(self, ports: Mapping[str, int]) -> "Command":
+        """Returns this command with these ports, by the names of their options."""
+        options = {name.replace("_", "-"): port for name, port in ports.items()}
+        prefixes = tuple(f"--{name}=" for name in options)
+        argv = [word for word in self.argv if not word.startswith(prefixes)]
+        argv += [f"--{name}={port}" for name, port in options.items()]
+        return replace(self, argv=tuple(argv))
+
 
 def server_commands(
     settings: LocalSettings, *, secret: str, cores: int, key: str | None = None
 ) -> list[Command]:
-    """Returns the commands of all prefill and decode servers, on free loopback ports.
+    """Returns the commands of all prefill and decode servers; see `server_command`."""
+    return [
+        server_command(settings, kind, index, secret=secret, cores=cores, key=key)
+        for kind, index in server_indices(settings)
+    ]
+
+
+def server_indices(settings: LocalSettings) -> list[tuple[Kind, int]]:
+    """Returns the kind and the index of each server that the settings name."""
+    groups = settings.server_groups()
+    return [
+        (kind, index)
+        for kind in SERVERS
+        if kind in groups
+        for index in range(groups[kind].count)
+    ]
+
+
+def server_command(
+    settings: LocalSettings,
+    kind: Kind,
+    index: int,
+    *,
+    secret: str,
+    cores: int,
+    key: str | None = None,
+    host: str = LOOPBACK,
+) -> Command:
+    """Returns the command of a prefill or decode server, on free ports.
 
     Args:
+        index: Number of the server among those of its kind.
         secret: The cluster secret. It is passed as an environment variable, which other
             users of this machine cannot read.
-        cores: CPU cores that this process may use.
+        cores: CPU cores that the servers share.
         key: The API key with which the proxy calls the servers. It is one of the
-            servers' admin keys. None if the cluster has no API keys.
+            servers' admin keys. None if the servers have no API keys.
+        host: The address that the server listens on.
+
+    Raises:
+        ValueError: The group has devices, but none are left for this server.
     """
-    commands = []
+    groups = settings.server_groups()
+    group = groups[kind]
+    prefix = f"--{group.option_prefix}"
+    name = f"{kind if len(groups) > 1 else 'server'}-{index}"
+    # If the group has `tp` devices, its servers share them. If it has more, each server
+    # has `tp` devices of its own. Without devices, no --devices is passed.
+    devices = group.devices
+    if len(devices) != group.tp:
+        devices = devices[index * group.tp : (index + 1) * group.tp]
+    if group.devices and len(devices) < group.tp:
+        given = ",".join(map(str, group.devices))
+        raise ValueError(
+            f"{prefix}devices {given} are too few for {name}: give {group.tp} "
+            f"({prefix}tp) for each server, or {group.tp} that all servers share"
+        )
     admin_keys = [key] if key else []
     admin_keys += _revealed(settings.admin_key)
+    argv = (
+        *PROGRAMS[kind],
+        *server_argv(settings, kind, cores=cores, host=host),
+        *(f"--devices={device}" for device in devices),
+    )
     env = {"BATON_CLUSTER_SECRET": secret, **_environment(admin_key=admin_keys)}
-    groups = settings.server_groups()
-    for kind in SERVERS:
-        group = groups.get(kind)
-        if group is None:
-            continue
-        name = kind if len(groups) > 1 else "server"
-        argv = (*PROGRAMS[kind], *server_argv(settings, kind, cores=cores))
-        for index in range(group.count):
-            # If the group has `tp` devices, its servers share them. If it has more,
-            # each server has `tp` devices of its own. Without devices, no --devices is
-            # passed.
-            devices = group.devices
-            if len(devices) != group.tp:
-                devices = devices[index * group.tp : (index + 1) * group.tp]
-            device_options = (f"--devices={device}" for device in devices)
-            command = Command(f"{name}-{index}", kind, (*argv, *device_options), env)
-            commands.append(command)
-    return commands
+    return Command(name, kind, argv, env)
 
 
-def server_argv(settings: LocalSettings, kind: Kind, *, cores: int) -> list[str]:
+def server_argv(
+    settings: LocalSettings, kind: Kind, *, cores: int, host: str = LOOPBACK
+) -> list[str]:
     """Returns the arguments of a server of `kind`, except its devices."""
     group = settings.server_groups()[kind]
     group_options = _options_of_group(group)
@@ -98,7 +144,7 @@ def server_argv(settings: LocalSettings, kind: Kind, *, cores: int) -> list[str]
     return [
         *_changed_options(settings, ModelOptions.model_fields.keys() - group_options),
         *_changed_options(group, shared_options - {"threads", "devices"}),
-        f"--host={LOOPBACK}",
+        f"--host={host}",
         "--port=0",
         f"--threads={threads}",
         # Servers use the proxy's client timeout, because a slow client also delays the
@@ -139,7 +185,8 @@ def proxy_command(
     Args:
         urls: The URLs of the servers of each kind.
         secret: The cluster secret.
-        key: The API key with which the proxy calls the servers, if any.
+        key: The API key with which the proxy calls the servers, if any. If clients
+            need keys, the launcher calls the proxy with this key, too.
     """
     shared = ProxySettings.model_fields.keys() & LocalSettings.model_fields.keys()
     argv = to_argv(settings, only=sorted(shared - {"config"}))
@@ -148,9 +195,12 @@ def proxy_command(
     else:
         argv.append("--disaggregate=never")
     argv += [f"--{kind}={url}" for kind in SERVERS for url in urls[kind]]
+    if settings.resume_wait_s is None and settings.max_restarts > 0:
+        argv.append(f"--resume-wait-s={RESTART_WAIT_S:g}")
+    operator_keys = [key] if key and settings.has_keys else []
     env = _environment(
         api_key=_revealed(settings.api_key),
-        admin_key=_revealed(settings.admin_key),
+        admin_key=[*_revealed(settings.admin_key), *operator_keys],
         upstream_api_key=[key] if key else (),
         cluster_secret=[secret],
     )

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 # An HTTP proxy set in the environment (http_proxy) could not reach this machine's
 # loopback address, so it is bypassed. TLS certificates are issued for the public name
 # of this machine, so they are not verified here.
-_direct = urllib.request.build_opener(
+direct = urllib.request.build_opener(
     urllib.request.ProxyHandler({}),
     urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
 )
@@ -52,16 +52,31 @@ def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
     return body
 
 
-def fetch(url: str, timeout_s: float, key: str | None = None) -> tuple[int, bytes]:
-    """Sends a GET and returns the status and the body of the response.
+def fetch(
+    url: str,
+    timeout_s: float,
+    key: str | None = None,
+    *,
+    body: bytes | None = None,
+    opener: urllib.request.OpenerDirector = direct,
+) -> tuple[int, bytes]:
+    """Sends a GET, or a POST if there is a body.
+
+    Args:
+        opener: Opens the URL; by default without a check of certificates.
+
+    Returns:
+        The status and the body of the response.
 
     Raises:
         OSError: No server responds.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(url, headers=headers)
+    if body is not None:
+        headers["content-type"] = "application/json"
+    request = urllib.request.Request(url, headers=headers, data=body)
     try:
-        with _direct.open(request, timeout=timeout_s) as response:
+        with opener.open(request, timeout=timeout_s) as response:
             return response.status, bytes(response.read())
     except urllib.error.HTTPError as error:
         with error:

@@ -26,6 +26,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from protocol.settings import sources
 from protocol.settings.command_line import parse_command_line
+from protocol.settings.launcher_options import LauncherOptions
 from protocol.settings.machine import MIN_SECRET_BYTES, WILDCARDS, check_is_local
 from protocol.settings.node_options import NodeOptions
 from protocol.settings.options import (
@@ -248,7 +249,12 @@ class DecodeGroup(DecodeOptions, _Group):
 
 
 class LocalSettings(
-    ModelOptions, ListenOptions, QueueOptions, RoutingOptions, BatonSettings
+    ModelOptions,
+    ListenOptions,
+    QueueOptions,
+    RoutingOptions,
+    LauncherOptions,
+    BatonSettings,
 ):
     """The options that `baton up` and `baton serve` share.
 
@@ -279,6 +285,7 @@ class UpSettings(LocalSettings, DisaggregationOptions):
         "decode.count",
         "decode.tp",
         "decode.devices",
+        "on",
         "disaggregate",
         "max_model_len",
         "api_key",

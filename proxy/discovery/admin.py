@@ -7,7 +7,8 @@ POST /admin/members/remove   {"server": NAME or URL}   remove a member; a file o
 POST /admin/members/drain    {"server": NAME or URL}   send no new requests to a member
 POST /admin/members/undrain  {"server": NAME or URL}   send new requests to it again
 
-Each answer is a JSON object with the listed or changed members.
+Each of these answers is a JSON object with the listed or changed members. The paths for
+a launcher are in proxy/discovery/launcher.py.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ from protocol.errors import InvalidRequest
 from protocol.process.logging import get_logger
 from protocol.settings.sources import base_url
 from protocol.short_repr import short_repr
+from proxy.discovery import launcher
 from proxy.errors import UnknownServer
 from proxy.membership import Fleet, Kind, Server
 
@@ -42,18 +44,46 @@ class _ServerName(msgspec.Struct, forbid_unknown_fields=True):
     server: str
 
 
-def members(fleet: Fleet) -> dict[str, Any]:
-    """Return the answer that lists all members."""
-    return {"members": [_describe(server) for server in fleet.servers]}
+class AdminApi:
+    """Answers requests to the paths of operators.
 
-
-def change(fleet: Fleet, path: str, body: bytes) -> dict[str, Any]:
-    """Execute a POST to one of ADMIN_PATHS; return the members that it changed.
-
-    Raises:
-        InvalidRequest: the body is invalid.
-        UnknownServer: no member has this name or URL.
+    Attributes:
+        paths: the paths of POST requests.
+        read_paths: the paths that also answer GET.
     """
+
+    paths = (*ADMIN_PATHS, *launcher.PATHS)
+    read_paths = (MEMBERS_PATH, launcher.CLUSTER_PATH)
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._launcher = launcher.Launcher()
+
+    @staticmethod
+    def max_body_bytes(path: str) -> int:
+        is_report = path == launcher.CLUSTER_PATH
+        return launcher.MAX_BODY_BYTES if is_report else MAX_BODY_BYTES
+
+    def read(self, path: str) -> dict[str, Any]:
+        """Return the answer to a GET of one of `read_paths`. Raises InvalidRequest."""
+        if path == launcher.CLUSTER_PATH:
+            return self._launcher.report()
+        return {"members": [_describe(server) for server in self._fleet.servers]}
+
+    def change(self, path: str, body: bytes) -> dict[str, Any]:
+        """Execute a POST to one of `paths`; return the answer.
+
+        Raises:
+            InvalidRequest: the body is invalid.
+            UnknownServer: no member has this name or URL.
+        """
+        if path in launcher.PATHS:
+            return self._launcher.take(path, body)
+        return _change_members(self._fleet, path, body)
+
+
+def _change_members(fleet: Fleet, path: str, body: bytes) -> dict[str, Any]:
+    """Execute a POST to one of ADMIN_PATHS; return the members that it changed."""
     try:
         if path == MEMBERS_PATH:
             new = msgspec.json.decode(body, type=_NewMember)

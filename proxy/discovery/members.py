@@ -13,7 +13,7 @@ from protocol.metrics import Metrics
 from protocol.openai.responses import model_card
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
-from proxy.discovery import admin
+from proxy.discovery.admin import AdminApi
 from proxy.discovery.registry import MAX_RECORD_BYTES, Registry
 from proxy.discovery.sources import Discovery
 from proxy.health import CIRCUITS, Health
@@ -40,8 +40,8 @@ class Members:
     """
 
     open_paths = frozenset((Registry.path,))  # signed requests, which need no key
-    paths = open_paths | {*admin.ADMIN_PATHS}
-    read_paths = (admin.MEMBERS_PATH,)  # the paths that also answer GET
+    paths = open_paths | {*AdminApi.paths}
+    read_paths = AdminApi.read_paths  # the paths that also answer GET
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Members:
             on_silence=on_silence,
         )
         self.fleet = Fleet(watch=watch)
+        self._admin = AdminApi(self.fleet)
         self._poller = Poller(self.fleet, upstream, self.load_tracker, settings)
         self.readiness = self._poller.readiness
         self._discovery = Discovery(self.fleet, settings)
@@ -103,10 +104,10 @@ class Members:
         else:
             check_operator(scope)
             if scope["method"] == "POST":
-                body = await read(admin.MAX_BODY_BYTES)
-                answer = admin.change(self.fleet, path, body)
+                body = await read(self._admin.max_body_bytes(path))
+                answer = self._admin.change(path, body)
             else:
-                answer = admin.members(self.fleet)
+                answer = self._admin.read(path)
         await reply.answer_json(200, answer)
 
     def models_answer(self, path: str) -> dict[str, Any] | None:

@@ -39,7 +39,8 @@ def test_keys_are_passed_by_environment_and_the_proxy_has_a_separate_key():
     proxy = proxy_command(settings, urls, "s" * 16, proxy_key)
     assert proxy.env == {
         "BATON_API_KEY": client,
-        "BATON_ADMIN_KEY": admin,
+        # The launcher calls the proxy with the proxy's own key.
+        "BATON_ADMIN_KEY": f"{admin},{proxy_key}",
         "BATON_UPSTREAM_API_KEY": proxy_key,
         "BATON_CLUSTER_SECRET": "s" * 16,
     }
@@ -164,5 +165,8 @@ def test_serve_starts_complete_servers_and_a_proxy_that_disaggregates_nothing():
     proxy = load(ProxySettings, proxy_command(settings, urls, "s" * 16).argv[3:])
     assert proxy == load(
         ProxySettings,
-        ["--decode=http://s:1", "--disaggregate=never", "--max-resumes=7"],
+        [
+            *("--decode=http://s:1", "--disaggregate=never", "--max-resumes=7"),
+            "--resume-wait-s=300",  # so long may the restart of a server take
+        ],
     )

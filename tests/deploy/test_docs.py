@@ -46,8 +46,11 @@ PAGES_ABOUT_THE_CODE = [
     "docs/walkthrough.md",
 ]
 # Options that the docs name but that are not Baton's: a placeholder, and options of
-# docker, argparse, pip and kubectl.
+# docker, argparse, pip, kubectl and Ray.
 FOREIGN_OPTIONS = {
+    "--address",
+    "--head",
+    "--wait",
     "--kebab-case",
     "--profile",
     "--build",

@@ -1,0 +1,281 @@
+"""The servers and the proxy of `baton up`, and what the proxy knows about them.
+
+The proxy starts with the URLs of all servers. When a server has moved to another URL,
+or servers are added or removed, the launcher changes the proxy's members by its admin
+API: `_update_proxy` compares the members with the parts, so it can be repeated after
+any failure.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.cluster.places import Place, PlaceError
+from deploy.cluster.proxy_admin import ProxyAdmin, ProxyRefused
+from deploy.cluster.supervisor import (
+    ClusterFailed,
+    Part,
+    State,
+    Supervisor,
+    print_line,
+)
+from deploy.commands import (
+    SERVERS,
+    Command,
+    Kind,
+    proxy_command,
+    server_command,
+    server_indices,
+)
+from deploy.healthcheck import url_host
+from protocol.process import lifecycle
+from protocol.settings.settings import LocalSettings
+
+# Interval at which a change that the proxy has not accepted yet is repeated, and at
+# which the requests of a draining server are counted.
+UPDATE_INTERVAL_S = 0.5
+DRAINED = "drained"  # state of a member without requests that receives no new ones
+MAX_SERVERS = 2 * 64  # of one kind, including those that are draining
+MAX_LAST_WORDS_CHARS = 500  # how much of a part's last words a report has
+
+
+class Cluster:
+    """A proxy in front of prefill and decode servers.
+
+    Args:
+        place: Where the servers run. The proxy runs on this machine.
+    """
+
+    def __init__(self, settings: LocalSettings, place: Place) -> None:
+        self.settings = settings
+        self._place = place
+        needs_key = settings.has_keys or place.is_shared
+        # The API key with which the proxy calls the servers.
+        self.key = secrets.token_hex(32) if needs_key else None
+        self._secret = secrets.token_hex(32)
+        self.supervisor = Supervisor(
+            max_restarts=settings.max_restarts,
+            restart_window_s=settings.restart_window_s,
+            start_timeout_s=settings.start_timeout_s,
+            # A server first drains its requests, then stops its engine. Each of the two
+            # may take up to the grace time.
+            grace_s=2 * settings.shutdown_grace_s + 1,
+            on_ready=self._on_ready,
+            on_removed=self._on_removed,
+            on_request=self._on_request,
+        )
+        self._proxy: Part | None = None
+        self._admin: ProxyAdmin | None = None
+        # When each draining server is stopped even if it still has requests.
+        self._drain_deadlines: dict[Part, float] = {}
+        # URLs of servers that have moved or ended.
+        self._former_urls: set[str] = set()
+        self._urls: dict[Part, str] = {}
+        self._is_proxy_outdated = True
+        self._next_update_at = 0.0
+        # The last request of `baton scale`, and why it cannot be met.
+        self._request_id = ""
+        self._problem = ""
+
+    # start
+
+    def start_servers(self) -> None:
+        """Starts all servers, and waits until they are ready.
+
+        Raises:
+            ClusterFailed: A server cannot start.
+            StopRequested: A signal has arrived.
+        """
+        try:
+            commands = [
+                self._server_command(kind, index)
+                for kind, index in server_indices(self.settings)
+            ]
+            self._place.check(commands)
+        except (ValueError, PlaceError) as error:
+            raise ClusterFailed(str(error)) from None
+        self.supervisor.wait_until_ready(*(self._add(each) for each in commands))
+
+    def start_proxy(self) -> str:
+        """Starts the proxy in front of the servers. Returns its URL."""
+        self._proxy = self.supervisor.add("proxy", "proxy", self._proxy_command)
+        self.supervisor.wait_until_ready(self._proxy)
+        scheme = "https" if self.settings.tls_cert else "http"
+        port = self._proxy.ports["port"]
+        endpoint = f"{scheme}://{url_host(self.settings.host)}:{port}"
+        key = self.key if self.settings.has_keys else None
+        self._admin = ProxyAdmin(endpoint, key)
+        return endpoint
+
+    def run(self) -> None:
+        """Restarts and scales the parts until a signal arrives or the cluster fails.
+
+        Raises:
+            ClusterFailed: A part cannot be restarted.
+            StopRequested: A signal has arrived.
+        """
+        while True:
+            is_waiting = self._is_proxy_outdated or self._drain_deadlines
+            wait_s = (
+                UPDATE_INTERVAL_S if is_waiting else lifecycle.SIGNAL_CHECK_INTERVAL_S
+            )
+            self.supervisor.take_event(wait_s)
+            if is_waiting and time.monotonic() >= self._next_update_at:
+                self._update_proxy()
+                self._next_update_at = time.monotonic() + UPDATE_INTERVAL_S
+
+    def server_url(self, kind: Kind) -> str:
+        """Returns the URL of the first server of a kind."""
+        return next(part.url for part in self._servers(kind))
+
+    def _servers(self, *kinds: Kind) -> list[Part]:
+        return [part for part in self.supervisor.parts if part.kind in kinds]
+
+    def _server_command(self, kind: Kind, index: int) -> Command:
+        return server_command(
+            self.settings,
+            kind,
+            index,
+            secret=self._secret,
+            cores=self._place.cores,
+            key=self.key,
+            host=self._place.host,
+        )
+
+    def _add(self, command: Command, *, is_added: bool = False) -> Part:
+        return self.supervisor.add(
+            name=command.name,
+            kind=command.kind,
+            create_command=lambda: command,
+            place=self._place,
+            is_added=is_added,
+        )
+
+    def _proxy_command(self) -> Command:
+        urls: Mapping[Kind, list[str]] = {
+            kind: [part.url for part in self._servers(kind) if part.url]
+            for kind in SERVERS
+        }
+        return proxy_command(self.settings, urls, self._secret, self.key)
+
+    # events of the supervisor
+
+    def _on_ready(self, part: Part) -> None:
+        old_url = self._urls.get(part)
+        if old_url not in (None, part.url):
+            self._former_urls.add(old_url)
+        self._urls[part] = part.url
+        self._is_proxy_outdated = True
+
+    def _on_removed(self, part: Part, reason: str) -> None:
+        if reason:
+            self._problem = f"{part.name} ended before it was ready: {reason}"
+            print_line(self._problem)
+        else:
+            print_line(f"{part.name} has ended")
+        self._drain_deadlines.pop(part, None)
+        self._former_urls.add(self._urls.pop(part, ""))
+        self._is_proxy_outdated = True
+
+    def _on_request(self, request: Mapping[str, Any]) -> None:
+        self._request_id = request["id"]
+        self._problem = ""
+        self._is_proxy_outdated = True
+        try:
+            self._scale(request["role"], request["count"])
+        except (ValueError, PlaceError) as error:
+            self._problem = str(error)
+            print_line(f"cannot scale {request['role']}: {error}")
+
+    # scaling
+
+    def _scale(self, kind: Kind, count: int) -> None:
+        """Starts servers of a kind, or drains those with the highest numbers.
+
+        Raises:
+            ValueError, PlaceError: The servers cannot run here.
+        """
+        parts = [
+            part
+            for part in self._servers(kind)
+            if part not in self._drain_deadlines and part.state is not State.ENDING
+        ]
+        used_indices = {part.index for part in self._servers(kind)}
+        free_indices = [
+            index for index in range(MAX_SERVERS) if index not in used_indices
+        ]
+        num_missing = max(0, count - len(parts))
+        commands = [
+            self._server_command(kind, index) for index in free_indices[:num_missing]
+        ]
+        others = [
+            self._server_command(part.kind, part.index)
+            for part in self._servers(*SERVERS)
+            if part not in self._drain_deadlines
+        ]
+        if commands:
+            self._place.check([*others, *commands])
+        print_line(f"scaling {kind} from {len(parts)} to {count} servers")
+        for command in commands:
+            self._add(command, is_added=True)
+        parts.sort(key=lambda part: part.index)
+        drain_until = time.monotonic() + self.settings.drain_timeout_s
+        for part in parts[count:]:
+            print_line(f"{part.name} finishes its requests and then ends")
+            self._drain_deadlines[part] = drain_until
+
+    # the proxy's members
+
+    def _update_proxy(self) -> None:
+        """Brings the proxy's members in line with the servers, and reports to it."""
+        if self._admin is None or self._proxy is None:
+            return
+        if self._proxy.state is not State.READY:
+            return  # its next command has the current URLs
+        try:
+            self._update_members(self._admin)
+            self._admin.report(self._report())
+        except (OSError, ProxyRefused) as error:
+            self._is_proxy_outdated = True
+            print_line(f"the proxy's members are not up to date yet: {error}")
+            return
+        self._is_proxy_outdated = False
+
+    def _update_members(self, admin: ProxyAdmin) -> None:
+        members: dict[str, list[dict[str, Any]]] = {}
+        for member in admin.members():
+            members.setdefault(member["url"], []).append(member)
+        self._former_urls -= set(self._urls.values())
+        for url in self._former_urls & members.keys():
+            admin.remove(url)
+        self._former_urls.clear()
+        for part, url in self._urls.items():
+            if part.kind in SERVERS and url not in members:
+                admin.add(part.kind, url)
+        for part, drain_until in list(self._drain_deadlines.items()):
+            states = {member["state"] for member in members.get(part.url, [])}
+            is_over = states <= {DRAINED} or time.monotonic() >= drain_until
+            if is_over or part.state is not State.READY:
+                del self._drain_deadlines[part]
+                self.supervisor.retire(part)
+            elif states - {DRAINED, "draining"}:
+                admin.drain(part.url)
+
+    def _report(self) -> dict[str, Any]:
+        """Returns the report that `baton scale` reads."""
+        parts = [
+            {
+                "name": part.name,
+                "role": part.kind,
+                "state": (
+                    "draining" if part in self._drain_deadlines else part.state.value
+                ),
+                "progress": part.progress,
+                "url": part.url,
+                "restarts": part.budget.num_restarts,
+                "last_words": part.last_words[:MAX_LAST_WORDS_CHARS],
+            }
+            for part in self.supervisor.parts
+        ]
+        return {"id": self._request_id, "problem": self._problem, "parts": parts}

@@ -1,0 +1,86 @@
+"""Where the servers of a cluster run: the interface, and this machine.
+
+`deploy/cluster/ray_place.py` is the other implementation.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from deploy.commands import Command
+from deploy.healthcheck import LOOPBACK
+from protocol.process import lifecycle
+from protocol.settings.machine import available_cores
+
+# Called with the kind and the value of each Event of a process; see lifecycle.Event.
+# The value of "exited" does not matter.
+OnEvent = Callable[[str, Any], None]
+
+
+class PlaceError(Exception):
+    """The servers cannot run at this place. The message is for the user."""
+
+
+class PartProcess(lifecycle.Terminable, Protocol):
+    """One run of a program of the cluster.
+
+    Attributes:
+        output_ended: Set when no more lines of this run can be printed.
+    """
+
+    output_ended: threading.Event
+
+    def reason(self) -> str:
+        """Returns why the process has ended, for an error message."""
+
+
+class Place(Protocol):
+    """A place where servers run.
+
+    Attributes:
+        host: The address that servers listen on, for their command lines.
+        cores: CPU cores that the servers of one machine share.
+        keeps_ports: Whether a restarted server must use the ports of its predecessor.
+        is_shared: Whether other users may reach the servers, so that they need keys.
+    """
+
+    host: str
+    cores: int
+    keeps_ports: bool
+    is_shared: bool
+
+    def check(self, commands: Sequence[Command]) -> None:
+        """Raises PlaceError if these servers can never run here together."""
+
+    def spawn(self, command: Command, on_event: OnEvent) -> PartProcess:
+        """Starts a server. The value of its event "ready" has its "port", and its "url"
+        unless that is on the loopback address.
+        """
+
+    def close(self) -> None:
+        """Releases what the place holds, when all servers have ended."""
+
+
+class LocalPlace:
+    """This machine."""
+
+    host = LOOPBACK
+    keeps_ports = True
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.cores = available_cores()
+
+    def check(self, commands: Sequence[Command]) -> None:
+        pass
+
+    def spawn(self, command: Command, on_event: OnEvent) -> lifecycle.Child:
+        return lifecycle.spawn(
+            command.argv,
+            name=command.name,
+            env=command.env,
+            on_event=lambda event: on_event(event.kind, event.value),
+        )
+
+    def close(self) -> None:
+        pass

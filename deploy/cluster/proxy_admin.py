@@ -1,0 +1,77 @@
+"""Calls the admin API of a proxy: its members, and the report of its launcher."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.request import OpenerDirector
+
+from deploy.healthcheck import direct, fetch
+
+MEMBERS_PATH = "/admin/members"
+CLUSTER_PATH = "/admin/cluster"
+SCALE_PATH = "/admin/scale"
+TIMEOUT_S = 2.0
+
+
+class ProxyRefused(Exception):
+    """The proxy has refused a request. The message is that of its error."""
+
+
+@dataclass(frozen=True)
+class ProxyAdmin:
+    """The admin API of one proxy. Every method raises OSError if the proxy does not
+    respond, and ProxyRefused if it responds with an error.
+
+    Args:
+        endpoint: URL of the proxy.
+        key: An admin key; None if the proxy has no keys.
+        opener: Opens the URLs; by default without a check of certificates.
+    """
+
+    endpoint: str
+    key: str | None = None
+    opener: OpenerDirector = direct
+
+    def members(self) -> list[dict[str, Any]]:
+        """Returns all members; see `proxy/discovery/admin.py`."""
+        return list(self._call(MEMBERS_PATH)["members"])
+
+    def add(self, role: str, url: str) -> None:
+        self._call(MEMBERS_PATH, {"role": role, "url": url})
+
+    def remove(self, url: str) -> None:
+        self._call(f"{MEMBERS_PATH}/remove", {"server": url})
+
+    def drain(self, url: str) -> None:
+        self._call(f"{MEMBERS_PATH}/drain", {"server": url})
+
+    def report(self, report: Mapping[str, Any]) -> None:
+        """Stores the launcher's report about the cluster at the proxy."""
+        self._call(CLUSTER_PATH, report)
+
+    def cluster(self) -> dict[str, Any]:
+        """Returns the launcher's last report about the cluster."""
+        return self._call(CLUSTER_PATH)
+
+    def scale(self, role: str, count: int) -> str:
+        """Requests `count` servers of a role. Returns the id of the request, which the
+        launcher's report repeats once the launcher has handled the request.
+        """
+        return str(self._call(SCALE_PATH, {"role": role, "count": count})["id"])
+
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        url = f"{self.endpoint}{path}"
+        status, answer = fetch(url, TIMEOUT_S, self.key, body=data, opener=self.opener)
+        try:
+            content = json.loads(answer)
+        except ValueError:
+            content = None
+        if status < 400 and isinstance(content, dict):
+            return content
+        try:
+            message = str(content["error"]["message"])
+        except (LookupError, TypeError):
+            message = f"status {status}, unlike a Baton proxy"
+        raise ProxyRefused(message)

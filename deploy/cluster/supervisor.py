@@ -1,0 +1,385 @@
+"""Starts the programs of a cluster, watches them, and restarts those that end.
+
+The life of a part, which is one program across its restarts:
+
+    STARTING --ready--> READY --ends--> BACKING_OFF --back-off is over--> STARTING
+        |                 |                 `--too many restarts--> the cluster ends
+        |                 `--retire--> ENDING --ends--> removed
+        `--ends before it was ever ready--> the cluster ends
+
+A part that was never ready has a mistake in its options or its machine, which a restart
+would only repeat. A part that is added to a running cluster does not end the cluster:
+it is removed, and its requester is notified.
+"""
+
+import queue
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from deploy.cluster.places import LocalPlace, PartProcess, Place
+from deploy.cluster.restarts import RestartBudget
+from deploy.commands import Command, Kind
+from protocol.process import lifecycle
+
+# A wait prints what it waits for after FIRST_NOTE_S, then every NOTE_INTERVAL_S.
+FIRST_NOTE_S = 1.0
+NOTE_INTERVAL_S = 5.0
+# How long a restart waits for the last processes of the previous run. The ranks of an
+# engine end by themselves after their server has died; until then they hold memory.
+MAX_OUTPUT_WAIT_S = 15.0
+# Shortest wait for events while something is due that is not possible yet.
+MIN_WAIT_S = 0.05
+# How long a part that has reported a failure may take to exit.
+FAILURE_EXIT_S = 10.0
+_FOREVER = float("inf")
+
+
+class ClusterFailed(Exception):
+    """The cluster cannot start or continue. The message is for the user."""
+
+
+class StopRequested(Exception):
+    """The user has requested that the cluster stop."""
+
+
+def print_line(text: str) -> None:
+    """Prints a line of the launcher, with the prefix that marks such lines."""
+    print(f"baton | {text}", flush=True)
+
+
+class State(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing_off"
+    ENDING = "ending"
+
+
+@dataclass(eq=False)
+class Part:
+    """A program of the cluster, across its restarts.
+
+    Attributes:
+        create_command: Returns the command of the next run.
+        place: Where the part runs.
+        budget: The restarts of this part.
+        is_added: The cluster was already running when the part was added, and the part
+            has not been ready yet.
+        was_ready: The part has been ready in any of its runs.
+        run: Number of the current run. Events of earlier runs are ignored.
+        ports: The ports of the last run that was ready.
+        url: Where the last run that was ready serves.
+        progress: What the part last reported about its start.
+        deadline: When the current state ends by itself, in monotonic seconds.
+        last_words: Why the previous run ended.
+    """
+
+    name: str
+    kind: Kind
+    create_command: Callable[[], Command]
+    place: Place
+    budget: RestartBudget
+    is_added: bool = False
+    was_ready: bool = False
+    run: int = 0
+    process: PartProcess | None = None
+    state: State = State.STARTING
+    ports: dict[str, int] = field(default_factory=dict)
+    url: str = ""
+    progress: str = "starting"
+    deadline: float = _FOREVER
+    last_words: str = ""
+
+    @property
+    def index(self) -> int:
+        """Number of this server among those of its kind."""
+        return int(self.name.rpartition("-")[2])
+
+    def command(self) -> Command:
+        """Returns the command of the next run, with the ports of the last one."""
+        command = self.create_command()
+        return command.with_ports(self.ports) if self.place.keeps_ports else command
+
+
+class _PartEvent(NamedTuple):
+    part: Part
+    run: int
+    kind: str
+    value: Any
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """The parts of one cluster.
+
+    Only the main thread calls the methods. All other threads only put events into the
+    queue. While a method waits, it raises ClusterFailed when the cluster cannot
+    continue, and StopRequested on a signal.
+
+    Args:
+        start_timeout_s: Longest time until a part is ready, in seconds.
+        grace_s: Longest time for a part to end after SIGTERM, in seconds.
+
+    Attributes:
+        on_ready: Called when a part becomes ready, also after a restart.
+        on_removed: Called when a part has been removed, with the reason if it failed.
+        on_request: Called with each request that a part sends.
+    """
+
+    max_restarts: int
+    restart_window_s: float
+    start_timeout_s: float
+    grace_s: float
+    on_ready: Callable[[Part], None] = lambda _part: None
+    on_removed: Callable[[Part, str], None] = lambda _part, _reason: None
+    on_request: Callable[[Any], None] = lambda _value: None
+
+    def __post_init__(self) -> None:
+        self.parts: list[Part] = []
+        self.killed_by_user = False
+        # None stands for a stop signal. The signal handler may call `put` while the
+        # main thread is in `get`, which only SimpleQueue allows.
+        self._events: queue.SimpleQueue[_PartEvent | None] = queue.SimpleQueue()
+        self._start_deadline = time.monotonic() + self.start_timeout_s
+
+    # starting and ending
+
+    def add(
+        self,
+        name: str,
+        kind: Kind,
+        create_command: Callable[[], Command],
+        place: Place | None = None,
+        *,
+        is_added: bool = False,
+    ) -> Part:
+        """Starts a part, and returns it.
+
+        Args:
+            place: Where the part runs; None: on this machine.
+            is_added: The cluster is already running, so that it must not end if this
+                part cannot start.
+        """
+        part = Part(
+            name=name,
+            kind=kind,
+            create_command=create_command,
+            place=place or LocalPlace(),
+            budget=RestartBudget(self.max_restarts, self.restart_window_s),
+            is_added=is_added,
+        )
+        self.parts.append(part)
+        self._start(part)
+        return part
+
+    def retire(self, part: Part) -> None:
+        """Ends a part, and removes it when it has ended."""
+        if part.process is None or part.process.exited.is_set():
+            self._remove(part, "")
+            return
+        part.state = State.ENDING
+        part.deadline = time.monotonic() + self.grace_s
+        part.process.signal(signal.SIGTERM)
+
+    def end_all(self) -> bool:
+        """Ends all parts. Returns whether all ended without being killed."""
+        return lifecycle.terminate(self.processes(), self.grace_s)
+
+    def processes(self) -> list[PartProcess]:
+        return [part.process for part in self.parts if part.process is not None]
+
+    def on_signal(self, count: int) -> None:
+        """Stops the cluster on the first signal, and kills it on the second.
+
+        Args:
+            count: Number of signals received so far.
+        """
+        self._events.put(None)
+        if count > 1:
+            self.killed_by_user = True
+            for process in self.processes():
+                process.kill()
+
+    def _start(self, part: Part) -> None:
+        part.run += 1
+        part.state = State.STARTING
+        part.progress = "starting"
+        part.deadline = time.monotonic() + self.start_timeout_s
+        run = part.run
+        # A second signal before the assignment does not kill this process, but the
+        # process exits when the launcher exits.
+        part.process = part.place.spawn(
+            part.command(),
+            lambda kind, value: self._events.put(_PartEvent(part, run, kind, value)),
+        )
+
+    # waiting
+
+    def wait_until_ready(self, *parts: Part) -> None:
+        """Waits until all of `parts` are ready; see `wait`."""
+        self.wait(
+            lambda: ", ".join(
+                f"{part.name} ({part.progress})"
+                for part in parts
+                if part.state is not State.READY
+            )
+        )
+
+    def wait(
+        self, missing: Callable[[], str], check_interval_s: float | None = None
+    ) -> None:
+        """Waits until `missing` returns an empty string.
+
+        While waiting, this method processes events. It prints what is missing at
+        intervals, and whenever this changes.
+
+        Args:
+            missing: Returns a description of what is missing.
+            check_interval_s: Longest time between two calls of `missing`.
+
+        Raises:
+            ClusterFailed: The start timeout has passed, or a part cannot continue.
+            StopRequested: A signal has arrived.
+        """
+        started = time.monotonic()
+        printed = ""
+        next_note_at = started + FIRST_NOTE_S
+        while description := missing():
+            now = time.monotonic()
+            if now >= self._start_deadline:
+                raise ClusterFailed(
+                    f"not ready in time (--start-timeout-s), waited for {description}"
+                )
+            if now >= next_note_at or (printed and description != printed):
+                print_line(f"{now - started:.0f} s, waiting for {description}")
+                printed = description
+                next_note_at = now + NOTE_INTERVAL_S
+            self.take_event(
+                min(
+                    check_interval_s or NOTE_INTERVAL_S,
+                    next_note_at - now,
+                    self._start_deadline - now,
+                )
+            )
+
+    def take_event(self, timeout_s: float) -> None:
+        """Waits for at most `timeout_s` for an event and processes it; then does what
+        is due by now.
+
+        Raises:
+            ClusterFailed: A part cannot continue.
+            StopRequested: A signal has arrived.
+        """
+        next_deadline = min((part.deadline for part in self.parts), default=_FOREVER)
+        timeout_s = min(
+            timeout_s,
+            next_deadline - time.monotonic(),
+            lifecycle.SIGNAL_CHECK_INTERVAL_S,
+        )
+        try:
+            event = self._events.get(timeout=max(MIN_WAIT_S, timeout_s))
+        except queue.Empty:
+            pass
+        else:
+            if event is None:
+                raise StopRequested
+            if event.run == event.part.run:
+                self._process(event)
+        for part in list(self.parts):
+            if part.deadline <= time.monotonic():
+                self._on_deadline(part)
+
+    # events
+
+    def _process(self, event: _PartEvent) -> None:
+        part = event.part
+        match event.kind:
+            case "progress" if part.state is State.STARTING:
+                part.progress = event.value
+            case "ready" if part.state is State.STARTING:
+                self._on_part_ready(part, event.value)
+            case "request":
+                self.on_request(event.value)
+            case "failed":
+                self._on_failure(part, event.value)
+            case "exited":
+                self._on_exit(part)
+
+    def _on_part_ready(self, part: Part, info: dict[str, Any]) -> None:
+        part.ports = {name: info[name] for name in info if name.endswith("port")}
+        part.url = info.get("url") or f"http://{part.place.host}:{info['port']}"
+        if part.was_ready:
+            print_line(f"{part.name} is ready again at {part.url}")
+        part.state = State.READY
+        part.deadline = _FOREVER
+        part.was_ready = True
+        part.is_added = False
+        self.on_ready(part)
+
+    def _on_failure(self, part: Part, reason: str) -> None:
+        """Handles the report of a part that it cannot continue, and will exit."""
+        is_restarted = part.was_ready and part.budget.max_restarts > 0
+        if not (is_restarted or part.is_added or part.state is State.ENDING):
+            raise ClusterFailed(f"{part.name}: {reason}")
+        part.deadline = time.monotonic() + FAILURE_EXIT_S
+
+    def _on_exit(self, part: Part) -> None:
+        """Restarts a part that has ended, or removes it.
+
+        Raises:
+            ClusterFailed: The part cannot be restarted.
+        """
+        assert part.process is not None
+        reason = part.process.reason()
+        if part.state is State.ENDING:
+            self._remove(part, "")
+            return
+        if part.is_added:
+            self._remove(part, reason)
+            return
+        ended = f"{part.name} ended: {reason}"
+        if not part.was_ready:
+            raise ClusterFailed(ended)
+        backoff_s = part.budget.take()
+        limit = f"{part.budget.max_restarts} within {self.restart_window_s:g} s"
+        if backoff_s is None and part.budget.max_restarts == 0:
+            raise ClusterFailed(ended)
+        if backoff_s is None:
+            raise ClusterFailed(
+                f"{ended}; no restart is left: it has had {limit} (--max-restarts, "
+                "--restart-window-s)"
+            )
+        part.last_words = reason
+        part.state = State.BACKING_OFF
+        part.deadline = time.monotonic() + backoff_s
+        print_line(
+            f"{ended}; restarting it in {backoff_s:g} s (restart "
+            f"{part.budget.num_restarts} of {limit})"
+        )
+
+    def _remove(self, part: Part, reason: str) -> None:
+        self.parts.remove(part)
+        part.deadline = _FOREVER
+        self.on_removed(part, reason)
+
+    def _on_deadline(self, part: Part) -> None:
+        process = part.process
+        assert process is not None
+        if part.state is not State.BACKING_OFF:
+            # The part was not ready in time, or did not end in time.
+            if part.state is State.STARTING and not (part.was_ready or part.is_added):
+                return  # `wait` reports that the cluster was not ready in time
+            if part.state is State.STARTING:
+                print_line(
+                    f"{part.name} was not ready within {self.start_timeout_s:g} s "
+                    "(--start-timeout-s); killing it"
+                )
+            part.deadline = _FOREVER
+            process.kill()
+            return
+        waited_s = time.monotonic() - part.deadline
+        if process.output_ended.is_set() or waited_s >= MAX_OUTPUT_WAIT_S:
+            self._start(part)

@@ -1,0 +1,58 @@
+"""Options of `baton up` that say where its parts run and when they are restarted."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocol.settings.options import Options, Seconds
+
+
+class LauncherOptions(Options):
+    """Where the parts of a cluster run, and when they are restarted."""
+
+    topic: ClassVar[str] = "cluster"
+    max_restarts: int = Field(5, ge=0, le=1000)
+    """how many times a server or the proxy may be restarted within --restart-window-s
+    after it has ended. The next end within that time ends the cluster (0: the first
+    end does)
+    """
+    restart_window_s: Seconds = 600.0
+    """time in which the restarts of --max-restarts are counted (s)"""
+    drain_timeout_s: Seconds = 600.0
+    """how long a server that `baton scale` removes may finish its requests before it
+    is stopped and its streams continue elsewhere (s)
+    """
+    on: Literal["local", "ray"] = "local"
+    """where the servers run. local: on this machine; ray: on the nodes of a Ray
+    cluster, as actors
+    """
+    ray_address: str | None = Field(None, min_length=1)
+    """address of the Ray cluster, HOST:PORT (None: the variable RAY_ADDRESS, else the
+    cluster that runs on this machine)
+    """
+
+    @field_validator("restart_window_s")
+    @classmethod
+    def _check_restarts(cls, window_s: float, info: ValidationInfo) -> float:
+        default = cls.model_fields["restart_window_s"].default
+        if info.data.get("max_restarts") == 0 and window_s != default:
+            raise ValueError(
+                f"{window_s:g} has no effect with --max-restarts 0: leave one of the "
+                "two out"
+            )
+        return window_s
+
+    @field_validator("ray_address")
+    @classmethod
+    def _check_on_ray(cls, address: str | None, info: ValidationInfo) -> str | None:
+        if address is None:
+            return None
+        if info.data.get("on") == "local":
+            raise ValueError(f"{address} has no effect without --on ray: add it")
+        if address.startswith("ray://"):
+            raise ValueError(
+                f"{address} is an address of Ray Client, over which no cluster can "
+                "run; start `baton up` on a node of the Ray cluster, or by `ray job "
+                "submit`"
+            )
+        return address

@@ -101,6 +101,8 @@ def test_lines_of_both_runs_are_printed_and_not_mixed():
         decode_url = [*processes_by_url][-1]
         os.kill(processes_by_url[decode_url]["pid"], signal.SIGKILL)
         launcher.until("baton | decode-0 is ready again")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 0
     lines = [line for line in launcher.lines if line.startswith("decode-0 | ")]
     run = ["decode starts", *(f"line {number}" for number in range(2000))]
     assert lines == [f"decode-0 | {text}" for text in 2 * run]

@@ -21,6 +21,7 @@ class EngineTimes:
         held_token_s: time per token of KV, because every step reads all KV.
         token_s: time per token of a prompt.
         pair_s: time per pair of a prompt's token and a token before it (attention).
+        request_s: time of a request before its prompt is queued, such as HTTP.
         handoff_s: overhead of a disaggregated request.
         sent_token_s: time per token of KV that is sent over the link.
         lookup_s: time to look up a prefix on another server, before KV is sent.
@@ -44,6 +45,7 @@ class EngineTimes:
     held_token_s: float = 31e-9
     token_s: float = 23.2e-6
     pair_s: float = 0.16e-9
+    request_s: float = 0.0
     handoff_s: float = 4e-3
     sent_token_s: float = 131072 / 200e9
     lookup_s: float = 5e-3

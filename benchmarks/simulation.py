@@ -330,8 +330,9 @@ class Fleet:
         engine = self.router.place_prompt(request)
         request.on_decode_server = not engine.is_prefill
         lender = self.router.lender
+        queued_at = self.now + self.times.request_s
         if lender is None:
-            self._enqueue(engine, request)
+            self._schedule(queued_at, partial(self._enqueue, engine, request))
             return
         num_lender_blocks = lender.cached_blocks(request.hashes)
         num_missing = num_lender_blocks - engine.cached_blocks(request.hashes)
@@ -343,7 +344,7 @@ class Fleet:
         num_tokens = num_pulled * self.times.block_tokens
         sent_s = num_tokens * self.times.sent_token_s + self.times.lookup_s
         # The lender answers between two of its steps.
-        answered_at = max(lender.busy_until, self.now)
+        answered_at = max(lender.busy_until, queued_at)
         self._schedule(answered_at + sent_s, partial(self._enqueue, engine, request))
 
     def _enqueue(self, engine: Engine, request: Request) -> None:

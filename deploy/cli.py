@@ -103,7 +103,7 @@ GROUPS = {
             options="deploy.healthcheck:make_parser",
         ),
         "bench": Command(
-            "load on endpoints, with a report; `baton bench compare`: which one wins",
+            "load on endpoints, with a report; compare two; advise a deployment",
             program="benchmarks.bench.cli:main",
             options="benchmarks.bench.cli:make_parser",
         ),

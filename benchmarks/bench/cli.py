@@ -2,9 +2,10 @@
 
     baton bench --url http://127.0.0.1:8000
     baton bench compare --a http://host-a:8000 --b http://host-b:8000
+    baton bench advise --trace FILE --model MODEL --servers 4
 
-Both write a report (HTML) and a JSON document; the last line of output is the document
-without its requests. A trace is replayed at its own times, or at --rate, and
+The first two write a report (HTML) and a JSON document; the last line of output is the
+document without its requests. A trace is replayed at its own times, or at --rate, and
 requests are due at their time, whether or not earlier ones have ended. Several --url
 get the same load at the same time.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.advice.options import add_advise_options
 from benchmarks.bench import options as bench_options
 from benchmarks.bench.errors import BenchError
 from benchmarks.bench.generator import RunResult, Side, run_load
@@ -28,6 +30,7 @@ from benchmarks.bench.results.verdict import METRICS, compare
 
 SUBCOMMANDS = {
     "compare": "which of two sides wins under the same load, by how much, how sure",
+    "advise": "replicas or a prefill/decode split: the predicted goodput of each",
 }
 
 
@@ -57,6 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="subcommands", dest="subcommand")
     compare_parser = subparsers.add_parser("compare", help=SUBCOMMANDS["compare"])
     _add_compare_options(compare_parser)
+    advise_parser = subparsers.add_parser("advise", help=SUBCOMMANDS["advise"])
+    add_advise_options(advise_parser)
     return parser
 
 
@@ -102,6 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name and words[0] != name:
             raise BenchError(f"options must follow {name}; write baton bench {name} ..")
+        if name == "advise":
+            from benchmarks.advice.advise import advise  # slower to import
+
+            return advise(args)
         if name == "compare":
             return _compare(args)
         return _bench(args)

@@ -28,9 +28,58 @@ DEFAULT_SLO = "ttft=1,itl=0.1"
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the load, its bounds and what is reported."""
+    group = add_trace_options(parser)
+    group.add_argument(
+        "--concurrency",
+        type=positive,
+        help="closed loop: sessions in flight. With --rate or with the times of a "
+        f"trace: the maximum (default: {CLOSED_LOOP_CONCURRENCY}, else "
+        f"{OPEN_LOOP_CONCURRENCY})",
+    )
+    group.add_argument(
+        "--drain-s",
+        type=positive_float,
+        default=120.0,
+        help="requests that have not finished this long after the last arrival count "
+        "as failed (s, default: 120)",
+    )
+    _add_request_options(parser)
+    _add_report_options(parser)
+
+
+def add_trace_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options that describe when requests arrive, and how many.
+
+    Returns:
+        The group of these options.
+    """
     group = parser.add_argument_group("load")
-    _add_arrival_options(group)
-    _add_bounds(group)
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="requests of a trace: JSON lines of Mooncake, of conversations "
+        "(session_id, delay), or CSV of Azure. Without it, all prompts have "
+        "--input-len tokens",
+    )
+    group.add_argument(
+        "--rate",
+        type=positive_float,
+        help="open loop: sessions per second of a Poisson process. With --trace it "
+        "replaces the trace's times (default: the trace's times; without a trace a "
+        "closed loop)",
+    )
+    group.add_argument(
+        "--max-requests",
+        type=positive,
+        help=f"requests to send (default: {SYNTHETIC_REQUESTS}; all of a trace)",
+    )
+    group.add_argument(
+        "--duration",
+        type=positive_float,
+        default=600.0,
+        help="no request is sent later than this after the start (s, default: 600)",
+    )
     group.add_argument(
         "--load",
         type=positive_float,
@@ -51,54 +100,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="seed of prompts and arrivals; use a new seed for the next run on the "
         "same servers, because their prefix caches hold the prompts of this seed",
     )
-    _add_request_options(parser)
-    _add_report_options(parser)
-
-
-def _add_arrival_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="requests of a trace: JSON lines of Mooncake, of conversations "
-        "(session_id, delay), or CSV of Azure. Without it, all prompts have "
-        "--input-len tokens",
-    )
-    group.add_argument(
-        "--rate",
-        type=positive_float,
-        help="open loop: sessions per second of a Poisson process. With --trace it "
-        "replaces the trace's times (default: the trace's times; without a trace a "
-        "closed loop)",
-    )
-    group.add_argument(
-        "--concurrency",
-        type=positive,
-        help="closed loop: sessions in flight. With --rate or with the times of a "
-        f"trace: the maximum (default: {CLOSED_LOOP_CONCURRENCY}, else "
-        f"{OPEN_LOOP_CONCURRENCY})",
-    )
-
-
-def _add_bounds(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-requests",
-        type=positive,
-        help=f"requests to send (default: {SYNTHETIC_REQUESTS}; all of a trace)",
-    )
-    group.add_argument(
-        "--duration",
-        type=positive_float,
-        default=600.0,
-        help="no request is sent later than this after the start (s, default: 600)",
-    )
-    group.add_argument(
-        "--drain-s",
-        type=positive_float,
-        default=120.0,
-        help="requests that have not finished this long after the last arrival count "
-        "as failed (s, default: 120)",
-    )
+    return group
 
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:

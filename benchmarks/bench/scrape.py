@@ -19,21 +19,23 @@ _HIT_COUNTERS = (
 _KV_BYTES_COUNTER = "baton_kv_transfer_bytes_total"
 
 
-def parse_counters(text: str) -> dict[str, float]:
-    """Return the counters of a page of metrics; series with other labels are added.
+def parse_samples(text: str, kind: str) -> dict[str, float]:
+    """Return the samples of a page of metrics; series with other labels are added.
+
+    Args:
+        kind: the type of the metrics, such as "counter" or "gauge".
 
     Raises:
         ValueError: the text is not in Prometheus' format.
     """
-    counters: dict[str, float] = {}
+    samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        if family.type != "counter":
+        if family.type != kind:
             continue
         for sample in family.samples:
-            if sample.name.endswith("_created"):
-                continue
-            counters[sample.name] = counters.get(sample.name, 0.0) + sample.value
-    return counters
+            if not sample.name.endswith("_created"):
+                samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    return samples
 
 
 async def scrape(url: str, api_key: str | None) -> Counters | None:
@@ -43,7 +45,7 @@ async def scrape(url: str, api_key: str | None) -> Counters | None:
             async with session.get("/metrics") as response:
                 if response.status != 200:
                     return None
-                return parse_counters(await response.text())
+                return parse_samples(await response.text(), "counter")
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
 

@@ -15,6 +15,7 @@ from pkgutil import resolve_name
 
 import pytest
 
+from benchmarks.bench.cli import SUBCOMMANDS
 from benchmarks.evaluate import make_parser
 from deploy.cli import COMMANDS
 from model.architectures.rotation import ROPE_TYPES
@@ -172,8 +173,10 @@ def test_every_command_in_the_docs_is_accepted(path, monkeypatch):
     assert commands or not re.search(r"(?m)^ {4}(?:[\w-]+\$ )?baton ", text)
     for name, options in commands:
         argv = shlex.split(options.partition(" > ")[0])
-        if name in PARSERS:  # a mere mention of the command has no arguments
-            assert not argv or PARSERS[name].parse_args(argv)
+        if name in PARSERS:
+            # A mere mention of a command or of its subcommand has no options.
+            is_mention = not argv or (argv[0] in SUBCOMMANDS and len(argv) == 1)
+            assert is_mention or PARSERS[name].parse_args(argv)
         else:
             assert isinstance(load(ALL_PROGRAMS[name], argv), ALL_PROGRAMS[name])
 

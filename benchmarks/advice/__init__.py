@@ -1,0 +1,1 @@
+"""`baton bench advise`: predicts the goodput of replicas and of splits."""

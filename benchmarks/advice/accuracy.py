@@ -1,0 +1,260 @@
+"""How accurate the advice is on this host: predicted against measured goodput.
+
+    python -m benchmarks.advice.accuracy --model MODEL --servers 4
+
+The constants of the host are measured once. Ten loads follow: five mixtures of prompts,
+answers and conversations, each at two shares of the rate that replicas can serve. For
+each load, the best replicas and the best split are predicted, and then run. A predicted
+winner is right if no more than 3 % are missing to the goodput of the other. The last
+line of output is JSON.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.advice.advise import (
+    check_lengths,
+    constants_of,
+    predict_all,
+    server_options,
+)
+from benchmarks.advice.constants import HostConstants
+from benchmarks.advice.deployments import deployments
+from benchmarks.advice.options import add_server_options
+from benchmarks.advice.predict import (
+    NEGLIGIBLE_GAIN,
+    Prediction,
+    best_of_each_kind,
+    predict,
+)
+from benchmarks.advice.servers import ServerOptions, running_servers
+from benchmarks.advice.verify import Measured, run_deployment
+from benchmarks.bench import options as bench_options
+from benchmarks.bench.errors import BenchError
+from benchmarks.bench.generator import LoadOptions
+from benchmarks.bench.prompts import BodyOptions
+from benchmarks.bench.slo import Slo
+from benchmarks.bench.workload import Session, Turn, Workload, with_poisson_arrivals
+
+BLOCK_TOKENS = 64
+_LOADS = (0.5, 0.75)  # shares of the rate that replicas can serve
+_SATURATING_REQUESTS = 96
+_MAX_REQUESTS = 400
+_UNLIMITED = Slo()
+# A request may take this many times as long as on an idle host with one stream.
+_TTFT_FACTOR = 3.0
+_ITL_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load with its SLO."""
+
+    name: str
+    workload: Workload
+    slo: Slo
+    seed: int
+
+
+def _equal(input_tokens: int, output_tokens: int) -> Callable[[random.Random], Session]:
+    return lambda rng: Session(0.0, (Turn(input_tokens, output_tokens),))
+
+
+def _mixed(rng: random.Random) -> Session:
+    """Prompts from 16 to 1,024 tokens, answers from 4 to 128."""
+    input_tokens = round(rng.lognormvariate(math.log(160), 0.8))
+    output_tokens = round(rng.lognormvariate(math.log(32), 0.7))
+    turn = Turn(min(max(input_tokens, 16), 1024), min(max(output_tokens, 4), 128))
+    return Session(0.0, (turn,))
+
+
+def _agent(rng: random.Random) -> Session:
+    """Three turns behind one of four system prompts of 256 tokens."""
+    system = rng.randrange(4)
+    blocks = tuple(range(100 * system, 100 * system + 4))
+    first = Turn(256 + 64, 24, blocks)
+    later = Turn(64, 24, think_s=0.2)
+    return Session(0.0, (first, later, later))
+
+
+MIXES: dict[str, Callable[[random.Random], Session]] = {
+    "512 + 16": _equal(512, 16),
+    "128 + 64": _equal(128, 64),
+    "64 + 128": _equal(64, 128),
+    "mixed": _mixed,
+    "agents": _agent,
+}
+
+
+def cases(constants: HostConstants, num_servers: int, duration_s: float) -> list[Case]:
+    """Return the loads, with rates and limits that suit the host."""
+    listed: list[Case] = []
+    for mix_name, make_session in MIXES.items():
+        rng = random.Random(f"cases {mix_name}")
+        sample = _workload(mix_name, [make_session(rng) for _ in range(_MAX_REQUESTS)])
+        rate = saturated_rate(constants, num_servers, sample)
+        for load in _LOADS:
+            seed = len(listed) + 1
+            count = max(8, min(round(rate * load * duration_s), _MAX_REQUESTS))
+            limited = replace(sample, sessions=sample.sessions[:count])
+            workload = with_poisson_arrivals(limited, rate * load, seed)
+            name = f"{mix_name}, load {load:g}"
+            listed.append(Case(name, workload, _slo(constants, sample), seed))
+    return listed
+
+
+def _workload(name: str, sessions: Sequence[Session]) -> Workload:
+    return Workload(tuple(sessions), BLOCK_TOKENS, name)
+
+
+def saturated_rate(
+    constants: HostConstants, num_servers: int, workload: Workload
+) -> float:
+    """Return the sessions per second that replicas complete if all arrive at once."""
+    sessions = workload.sessions[:_SATURATING_REQUESTS]
+    burst = replace(workload, sessions=sessions)
+    replicas = deployments(num_servers)[0]
+    prediction = predict(constants, replicas, burst, _UNLIMITED)
+    # Without limits, goodput counts all requests.
+    return prediction.goodput * len(sessions) / burst.num_requests
+
+
+def _slo(constants: HostConstants, workload: Workload) -> Slo:
+    """Return limits that are multiples of the latencies on an idle host."""
+    replicas = deployments(constants.num_servers)[0]
+    ttfts_s = []
+    itls_s = []
+    for session in workload.sessions[:16]:
+        single = replace(workload, sessions=(session,))
+        prediction = predict(constants, replicas, single, _UNLIMITED)
+        ttfts_s.append(prediction.ttft_p50_s)
+        itls_s.append(prediction.itl_mean_s)
+    slowdown = constants.times.decode_slowdown[-1]
+    return Slo(
+        ttft=round(_TTFT_FACTOR * slowdown * max(ttfts_s), 4),
+        itl=round(_ITL_FACTOR * slowdown * statistics.mean(itls_s), 5),
+    )
+
+
+def measure_cases(
+    constants: HostConstants,
+    options: ServerOptions,
+    chosen: Sequence[tuple[Case, list[Prediction]]],
+) -> dict[str, list[Measured]]:
+    """Run the predicted deployments of all cases; servers start once per split."""
+    measured: dict[str, list[Measured]] = {case.name: [] for case, _ in chosen}
+    splits = {
+        (each.deployment.prefills, each.deployment.decodes)
+        for _, predictions in chosen
+        for each in predictions
+    }
+    for prefills, decodes in sorted(splits):
+        with running_servers(options, prefills, decodes) as servers:
+            for case, predictions in chosen:
+                for prediction in predictions:
+                    if prediction.deployment.prefills != prefills:
+                        continue
+                    load = LoadOptions(BodyOptions(seed=case.seed), concurrency=10_000)
+                    result = run_deployment(
+                        servers,
+                        prediction,
+                        case.workload,
+                        load,
+                        case.slo,
+                        constants.probe_s,
+                    )
+                    measured[case.name].append(result)
+                    print(f"{case.name}: {_line(result)}", flush=True)
+    return measured
+
+
+def _line(result: Measured) -> str:
+    error = "-" if result.error is None else f"{result.error:+.1%}"
+    return (
+        f"{result.predicted.deployment.name}: predicted {result.predicted.goodput:.3f} "
+        f"({result.predicted.share:.0%}), measured {result.measured.goodput:.3f} "
+        f"({result.measured.share:.0%}), error {error}, host slowdown "
+        f"{result.host_slowdown:.2f}"
+    )
+
+
+def is_right(results: Sequence[Measured]) -> bool:
+    """Return whether the predicted winner won, or lost by a negligible difference."""
+    winner = max(results, key=lambda result: result.predicted.goodput)
+    best = max(result.measured.goodput for result in results)
+    return winner.measured.goodput >= (1 - NEGLIGIBLE_GAIN) * best
+
+
+def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
+    errors = [
+        abs(result.error)
+        for results in measured.values()
+        for result in results
+        if result.error is not None
+    ]
+    rows = [result.host_slowdown for results in measured.values() for result in results]
+    return {
+        "cases": len(measured),
+        "right_winners": sum(is_right(results) for results in measured.values()),
+        "within_15_percent": sum(error <= 0.15 for error in errors),
+        "predictions": len(rows),
+        "median_error": round(statistics.median(errors), 4) if errors else None,
+        "max_error": round(max(errors), 4) if errors else None,
+        "host_slowdown_range": [round(min(rows), 3), round(max(rows), 3)],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.advice.accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_server_options(parser)
+    parser.add_argument(
+        "--duration",
+        type=bench_options.positive_float,
+        default=30.0,
+        help="seconds over which the requests of a case arrive (default: 30)",
+    )
+    args = parser.parse_args(argv)
+    try:
+        options = server_options(args)
+        constants = constants_of(args, options)
+        print(f"constants of {constants.date}: {constants.describe()}", flush=True)
+        chosen = []
+        for case in cases(constants, args.servers, args.duration):
+            check_lengths(case.workload, constants)
+            predictions = predict_all(constants, args.servers, case.workload, case.slo)
+            chosen.append((case, best_of_each_kind(predictions)))
+        measured = measure_cases(constants, options, chosen)
+    except BenchError as error:
+        print(f"benchmarks.advice.accuracy: error: {error}", file=sys.stderr)
+        return 2
+    document = {
+        "benchmark": "advice accuracy",
+        "constants": constants.describe(),
+        "results": {
+            case.name: {
+                "slo": case.slo.limits(),
+                "requests": case.workload.num_requests,
+                "is_right": is_right(measured[case.name]),
+                "deployments": [each.as_dict() for each in measured[case.name]],
+            }
+            for case, _ in chosen
+        },
+        **summary(measured),
+    }
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

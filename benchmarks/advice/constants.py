@@ -1,0 +1,98 @@
+"""The constants of a host: what `baton bench advise` measures, saves and reads."""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.bench.errors import BenchError
+from benchmarks.engine_times import EngineTimes
+
+_POSITIVE_TIMES = ("step_s", "token_s")
+_COUNTS = ("capacity", "max_streams", "step_tokens", "block_tokens")
+
+
+@dataclass(frozen=True)
+class HostConstants:
+    """Times of one server of this host with one model.
+
+    Attributes:
+        num_servers: servers that ran when the slowdowns were measured.
+        options: options of the servers, such as --threads=1.
+        max_model_len: longest prompt and answer together (tokens).
+        split_target_s: target time between tokens of decode servers that have prefill
+            servers; None: prompts are not limited.
+        replica_target_s: the same for complete servers.
+        probe_s: seconds of a fixed small load, which shows later whether the host has
+            become slower.
+    """
+
+    model: str
+    device: str
+    num_servers: int
+    options: tuple[str, ...]
+    date: str
+    max_model_len: int
+    split_target_s: float | None
+    replica_target_s: float | None
+    probe_s: float
+    times: EngineTimes
+
+    def describe(self) -> str:
+        """Return the constants in one line."""
+        times = self.times
+        return (
+            f"step {times.step_s * 1e3:.2f} ms + {times.sequence_s * 1e3:.3f} ms a "
+            f"stream + {times.held_token_s * 1e9:.0f} ns a token of KV; prompt "
+            f"{times.token_s * 1e6:.0f} us a token + {times.pair_s * 1e9:.1f} ns a "
+            f"pair; request {times.request_s * 1e3:.1f} ms; hand-over "
+            f"{times.handoff_s * 1e3:.1f} ms + {times.sent_token_s * 1e6:.1f} us a "
+            f"token; slowdown of {self.num_servers} busy servers: decode "
+            f"{times.decode_slowdown[-1]:.2f}, prompts {times.prompt_slowdown[-1]:.2f}"
+        )
+
+
+def save_constants(path: Path, constants: HostConstants) -> None:
+    """Write the constants as JSON.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    data = msgspec.json.format(msgspec.json.encode(asdict(constants)), indent=2)
+    try:
+        path.write_bytes(data + b"\n")
+    except OSError as error:
+        raise BenchError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def read_constants(path: Path) -> HostConstants:
+    """Read constants that `save_constants` wrote.
+
+    Raises:
+        BenchError: the file cannot be read, or a field is missing or invalid.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        constants = msgspec.json.decode(data, type=HostConstants)
+    except msgspec.DecodeError as error:
+        raise BenchError(f"{path}: {error}") from None
+    _check(path, constants)
+    return constants
+
+
+def _check(path: Path, constants: HostConstants) -> None:
+    times = constants.times
+    for name, value in asdict(times).items():
+        values = value if isinstance(value, tuple | list) else [value]
+        if not values or not all(0 <= number < math.inf for number in values):
+            raise BenchError(f"{path}: times.{name} {value} must be from 0")
+    for name in (*_POSITIVE_TIMES, *_COUNTS):
+        if not getattr(times, name):
+            raise BenchError(f"{path}: times.{name} must be above 0")
+    for name in ("decode_slowdown", "prompt_slowdown"):
+        if min(getattr(times, name)) < 1:
+            raise BenchError(f"{path}: times.{name} must be at least 1")

@@ -1,0 +1,60 @@
+"""The deployments that are compared: replicas, and splits into prefill and decode."""
+
+from dataclasses import dataclass
+
+from proxy.placement.load_tracker import Disaggregate, Routing
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A number of servers, and the proxy's policy.
+
+    Attributes:
+        prefills: prefill servers; 0: all servers are complete servers (replicas).
+        pulls: whether servers pull KV of prompts from each other.
+    """
+
+    name: str
+    prefills: int
+    decodes: int
+    routing: Routing
+    disaggregate: Disaggregate
+    pulls: bool
+
+    @property
+    def is_split(self) -> bool:
+        return self.prefills > 0
+
+    def command(self, model: str) -> str:
+        """Return the command that starts the deployment on one host."""
+        if not self.is_split:
+            return (
+                f"baton serve {model} --count {self.decodes} --routing {self.routing}"
+            )
+        return (
+            f"baton up {model} --prefill.count {self.prefills} "
+            f"--decode.count {self.decodes} --routing {self.routing} "
+            f"--disaggregate {self.disaggregate}"
+        )
+
+
+def deployments(num_servers: int) -> list[Deployment]:
+    """Return all deployments of this number of servers."""
+    listed = [
+        _replicas(num_servers, "round_robin", pulls=False),
+        _replicas(num_servers, "auto", pulls=True),
+    ]
+    policies: tuple[Disaggregate, ...] = ("always", "auto")
+    for prefills in range(1, num_servers):
+        for disaggregate in policies:
+            decodes = num_servers - prefills
+            name = f"{prefills}P{decodes}D {disaggregate}"
+            listed.append(
+                Deployment(name, prefills, decodes, "auto", disaggregate, pulls=True)
+            )
+    return listed
+
+
+def _replicas(count: int, routing: Routing, *, pulls: bool) -> Deployment:
+    title = "round robin" if routing == "round_robin" else f"routing {routing}"
+    return Deployment(f"{count} replicas, {title}", 0, count, routing, "never", pulls)

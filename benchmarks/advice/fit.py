@@ -1,0 +1,90 @@
+"""Fits the times of an engine to measured steps and prompts.
+
+All terms of a fit are times, so no coefficient is negative. The squares are those of
+relative errors: a long step does not outweigh many short ones.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class DecodeSample(NamedTuple):
+    """The mean duration of steps without prompts.
+
+    Attributes:
+        context_tokens: tokens of KV of all streams.
+    """
+
+    streams: int
+    context_tokens: float
+    seconds: float
+
+
+class PromptSample(NamedTuple):
+    """The time to the first token of a prompt on an idle server."""
+
+    tokens: int
+    seconds: float
+
+
+class DecodeFit(NamedTuple):
+    """Seconds of a step: per step, per stream, and per token of KV."""
+
+    step_s: float
+    sequence_s: float
+    held_token_s: float
+
+
+class PromptFit(NamedTuple):
+    """Seconds of a prompt: per request, per token, and per pair of tokens."""
+
+    request_s: float
+    token_s: float
+    pair_s: float
+
+
+def fit_decode(samples: Sequence[DecodeSample]) -> DecodeFit:
+    rows = [(1.0, sample.streams, sample.context_tokens) for sample in samples]
+    return DecodeFit(*_fit(rows, [sample.seconds for sample in samples]))
+
+
+def fit_prompts(
+    samples: Sequence[PromptSample], step_s: float, step_tokens: int
+) -> PromptFit:
+    """Fit the time of prompts.
+
+    Args:
+        step_s: fixed time of each step.
+        step_tokens: prompt tokens of a step; longer prompts take several steps.
+    """
+    rows = []
+    seconds = []
+    for sample in samples:
+        num_steps = -(-sample.tokens // step_tokens)
+        rows.append((1.0, sample.tokens, sample.tokens**2 / 2))
+        seconds.append(max(sample.seconds - num_steps * step_s, 0.1 * sample.seconds))
+    return PromptFit(*_fit(rows, seconds))
+
+
+def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the coefficients with the least relative squares, none of them negative.
+
+    Terms with a negative coefficient are left out, the most negative one first.
+    """
+    weights = 1 / np.asarray(seconds, dtype=np.float64)
+    matrix = np.asarray(rows, dtype=np.float64) * weights[:, None]
+    scales = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+    target = np.ones(len(rows))
+    terms = list(range(matrix.shape[1]))
+    while True:
+        scaled = matrix[:, terms] / scales[terms]
+        coefficients = np.linalg.lstsq(scaled, target, rcond=None)[0]
+        if coefficients.min() >= 0 or len(terms) == 1:
+            break
+        del terms[int(coefficients.argmin())]
+    result = [0.0] * matrix.shape[1]
+    for term, coefficient in zip(terms, coefficients / scales[terms], strict=True):
+        result[term] = max(float(coefficient), 0.0)
+    return result

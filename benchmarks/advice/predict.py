@@ -1,0 +1,116 @@
+"""Predicts what a deployment does with a load, by simulating it.
+
+The requests are placed by the proxy's own code (benchmarks/routers.py).
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.advice.constants import HostConstants
+from benchmarks.advice.deployments import Deployment
+from benchmarks.bench.slo import Slo
+from benchmarks.bench.workload import Workload
+from benchmarks.loads import Request, from_sessions
+from benchmarks.routers import ProxyRouter
+from benchmarks.simulation import Engine, Fleet
+from proxy.placement.server_load import USUAL_STEP_S
+
+# Deployments whose predicted goodputs differ by less than this share are equal: the
+# simpler one is recommended.
+NEGLIGIBLE_GAIN = 0.03
+
+
+class Prediction(NamedTuple):
+    """What a deployment is predicted to do, or was measured to do.
+
+    Attributes:
+        goodput: requests per second within the SLO.
+        share: share of the requests that are within the SLO.
+    """
+
+    deployment: Deployment
+    goodput: float
+    share: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_mean_s: float
+
+
+def predict(
+    constants: HostConstants, deployment: Deployment, workload: Workload, slo: Slo
+) -> Prediction:
+    times = constants.times
+    num_engines = deployment.prefills + deployment.decodes
+    target_s = constants.replica_target_s
+    if deployment.is_split:
+        target_s = constants.split_target_s
+    engines = []
+    for index in range(num_engines):
+        is_prefill = index < deployment.prefills
+        engines.append(
+            Engine(index, is_prefill, times, None if is_prefill else target_s)
+        )
+    requests, follow_up = from_sessions(workload, times.block_tokens)
+    fleet = Fleet(engines, times, follow_up)
+    fleet.router = ProxyRouter(
+        fleet,
+        deployment.routing,
+        deployment.disaggregate,
+        target_s or USUAL_STEP_S,
+        deployment.pulls,
+    )
+    fleet.run(requests)
+    return _prediction(deployment, fleet.requests, slo)
+
+
+def _prediction(
+    deployment: Deployment, requests: Sequence[Request], slo: Slo
+) -> Prediction:
+    ttfts_s = []
+    itls_s = []
+    num_good = 0
+    for request in requests:
+        ttft_s = request.first_token_s - request.arrival_s
+        decoding_s = request.last_token_s - request.first_token_s
+        itl_s = decoding_s / max(request.generated_tokens - 1, 1)
+        ttfts_s.append(ttft_s)
+        itls_s.append(itl_s)
+        num_good += slo.is_met(ttft_s, itl_s, request.last_token_s - request.arrival_s)
+    ttfts_s.sort()
+    elapsed_s = max(request.last_token_s for request in requests)
+    return Prediction(
+        deployment=deployment,
+        goodput=num_good / elapsed_s,
+        share=num_good / len(requests),
+        ttft_p50_s=_percentile(ttfts_s, 0.5),
+        ttft_p99_s=_percentile(ttfts_s, 0.99),
+        itl_mean_s=statistics.mean(itls_s),
+    )
+
+
+def _percentile(sorted_values: Sequence[float], share: float) -> float:
+    return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)]
+
+
+def recommended(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the first prediction whose goodput is almost that of the best.
+
+    Args:
+        predictions: the simplest deployments first.
+    """
+    best = max(prediction.goodput for prediction in predictions)
+    for prediction in predictions:
+        if prediction.goodput >= (1 - NEGLIGIBLE_GAIN) * best:
+            return prediction
+    raise AssertionError("the best prediction is one of `predictions`")
+
+
+def best_of_each_kind(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return the best replicas and the best split, the better of the two first."""
+    kinds = []
+    for is_split in (False, True):
+        of_kind = [each for each in predictions if each.deployment.is_split == is_split]
+        if of_kind:
+            kinds.append(recommended(of_kind))
+    return sorted(kinds, key=lambda prediction: -prediction.goodput)

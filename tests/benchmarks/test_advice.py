@@ -1,0 +1,314 @@
+"""`baton bench advise` without servers: fits, constants, predictions."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.advice.accuracy import cases, is_right
+from benchmarks.advice.constants import HostConstants, read_constants, save_constants
+from benchmarks.advice.deployments import Deployment, deployments
+from benchmarks.advice.fit import DecodeSample, PromptSample, fit_decode, fit_prompts
+from benchmarks.advice.predict import (
+    Prediction,
+    best_of_each_kind,
+    predict,
+    recommended,
+)
+from benchmarks.advice.verify import Measured
+from benchmarks.bench import cli
+from benchmarks.bench.errors import BenchError
+from benchmarks.bench.slo import Slo
+from benchmarks.bench.workload import Session, Turn, Workload
+from benchmarks.engine_times import EngineTimes
+from benchmarks.loads import Request
+from benchmarks.simulation import Engine, Fleet
+from protocol.settings.settings import ServeSettings, UpSettings, load
+
+TIMES = EngineTimes(
+    step_s=0.005,
+    sequence_s=0.0005,
+    held_token_s=1e-7,
+    token_s=4e-4,
+    pair_s=1e-7,
+    request_s=0.01,
+    handoff_s=0.005,
+    sent_token_s=1e-5,
+    capacity=100_000,
+    step_tokens=512,
+    min_prompt_step_s=0.0,
+    block_tokens=64,
+)
+HOST = HostConstants(
+    model="m",
+    device="cpu",
+    num_servers=4,
+    options=("--threads=1",),
+    date="2026-01-01 00:00:00",
+    max_model_len=4096,
+    split_target_s=0.5,
+    replica_target_s=0.5,
+    probe_s=0.1,
+    times=TIMES,
+)
+
+
+def test_fit_recovers_the_times_of_steps():
+    samples = [
+        DecodeSample(streams, context, 0.004 + streams * 3e-4 + context * 2e-7)
+        for streams, context in [(1, 30), (4, 120), (16, 480), (4, 4000)]
+    ]
+    assert fit_decode(samples) == pytest.approx((0.004, 3e-4, 2e-7))
+
+
+def test_fit_recovers_the_times_of_prompts():
+    """Prompts above 512 tokens take several steps."""
+    samples = [
+        PromptSample(
+            tokens, 0.02 + steps * 0.004 + tokens * 1e-3 + tokens**2 / 2 * 1e-7
+        )
+        for tokens, steps in [(32, 1), (128, 1), (512, 1), (1536, 3)]
+    ]
+    fit = fit_prompts(samples, step_s=0.004, step_tokens=512)
+    assert fit == pytest.approx((0.02, 1e-3, 1e-7))
+
+
+def test_no_fitted_time_is_negative():
+    samples = [DecodeSample(1, 30, 0.01), DecodeSample(4, 120, 0.009)]
+    samples += [DecodeSample(16, 480, 0.008), DecodeSample(4, 4000, 0.02)]
+    fit = fit_decode(samples)
+    assert min(fit) >= 0
+    assert fit.step_s > 0
+
+
+def test_constants_are_read_as_written(tmp_path):
+    path = tmp_path / "host.json"
+    constants = replace(HOST, times=replace(TIMES, decode_slowdown=(1.0, 1.5)))
+    save_constants(path, constants)
+    assert read_constants(path) == constants
+    assert "prompt 400 us a token" in constants.describe()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"step_s": "fast"}, "Expected `float`, got `str` - at `$.times.step_s`"),
+        ({"step_s": -1.0}, "times.step_s -1.0 must be from 0"),
+        ({"token_s": 0.0}, "times.token_s must be above 0"),
+        ({"capacity": 0}, "times.capacity must be above 0"),
+        ({"decode_slowdown": []}, "times.decode_slowdown () must be from 0"),
+        ({"prompt_slowdown": [0.5]}, "times.prompt_slowdown must be at least 1"),
+    ],
+)
+def test_invalid_constants_are_named_with_their_file(tmp_path, change, problem):
+    path = tmp_path / "host.json"
+    data = asdict(HOST)
+    data["times"] |= change
+    path.write_text(json.dumps(data))
+    with pytest.raises(BenchError) as error_info:
+        read_constants(path)
+    assert str(error_info.value) == f"{path}: {problem}"
+
+
+def test_deployments_are_replicas_and_all_splits_with_valid_commands():
+    listed = deployments(3)
+    assert [each.name for each in listed] == [
+        "3 replicas, round robin",
+        "3 replicas, routing auto",
+        "1P2D always",
+        "1P2D auto",
+        "2P1D always",
+        "2P1D auto",
+    ]
+    for each in listed:
+        assert each.prefills + each.decodes == 3
+        _, program, *argv = each.command("some/model").split()
+        load({"serve": ServeSettings, "up": UpSettings}[program], argv)
+
+
+def workload_of(*sessions: tuple[float, int, int]) -> Workload:
+    """Returns requests with these arrival times, prompt lengths and answer lengths."""
+    return Workload(
+        tuple(
+            Session(arrival_s, (Turn(prompt, output),))
+            for arrival_s, prompt, output in sessions
+        ),
+        64,
+        "test",
+    )
+
+
+REPLICAS = deployments(4)[0]
+PAIR = deployments(2)[2]
+
+
+def test_prediction_of_one_request_is_the_sum_of_its_times():
+    prediction = predict(HOST, REPLICAS, workload_of((0.0, 100, 11)), Slo(ttft=1.0))
+    expected_s = 0.01 + 0.005 + 100 * 4e-4 + 100 * 50 * 1e-7
+    assert prediction.ttft_p50_s == pytest.approx(expected_s)
+    step_s = 0.005 + 0.0005 + 106 * 1e-7
+    assert prediction.itl_mean_s == pytest.approx(step_s, rel=0.01)
+    assert prediction.goodput == pytest.approx(1 / (expected_s + 10 * step_s), rel=0.01)
+
+
+def test_prediction_of_a_split_contains_the_hand_over():
+    prediction = predict(HOST, PAIR, workload_of((0.0, 100, 11)), Slo(ttft=1.0))
+    undisturbed = predict(HOST, REPLICAS, workload_of((0.0, 100, 11)), Slo(ttft=1.0))
+    assert prediction.ttft_p50_s - undisturbed.ttft_p50_s == pytest.approx(0.005)
+
+
+def test_long_prompts_beside_streams_favour_a_split():
+    """Streams need a token every 11.5 ms, and each prompt takes 0.4 s."""
+    streams = [(0.0, 16, 200) for _ in range(8)]
+    prompts = [(0.3 + 0.25 * index, 1000, 30) for index in range(8)]
+    workload = workload_of(*streams, *prompts)
+    constants = replace(HOST, split_target_s=0.025)
+    slo = Slo(ttft=6.0, itl=0.0115)
+    replicas = predict(constants, deployments(2)[0], workload, slo)
+    split = predict(constants, PAIR, workload, slo)
+    assert split.share > replicas.share + 0.2
+
+
+def test_busy_servers_of_a_host_slow_each_other_down():
+    """Two requests at once take twice as long if each step takes twice as long, and
+    one request alone is as fast as before.
+    """
+    shared = replace(
+        HOST,
+        times=replace(TIMES, decode_slowdown=(1.0, 2.0), prompt_slowdown=(1.0, 2.0)),
+    )
+    one = workload_of((0.0, 100, 50))
+    two = workload_of((0.0, 100, 50), (0.0, 100, 50))
+    slo = Slo(ttft=9.0)
+    assert predict(shared, REPLICAS, one, slo) == predict(HOST, REPLICAS, one, slo)
+    undisturbed = predict(HOST, REPLICAS, two, slo)
+    slowed = predict(shared, REPLICAS, two, slo)
+    assert slowed.itl_mean_s == pytest.approx(2 * undisturbed.itl_mean_s)
+    without_http = [each.ttft_p50_s - TIMES.request_s for each in (undisturbed, slowed)]
+    assert without_http[1] == pytest.approx(2 * without_http[0])
+
+
+def test_step_that_overlaps_partly_is_slowed_down_partly():
+    """The second prompt begins when half of the first one's step is over."""
+    times = replace(
+        TIMES,
+        request_s=0.0,
+        step_s=1e-9,
+        pair_s=0.0,
+        held_token_s=0.0,
+        token_s=1e-3,
+        prompt_slowdown=(1.0, 2.0),
+        decode_slowdown=(1.0, 1.0),
+    )
+    requests = [Request(0.0, 100, 1, ()), Request(0.05, 100, 1, ())]
+
+    class InTurn:
+        lender: Engine | None = None
+
+        def place_prompt(self, request: Request) -> Engine:
+            return fleet.engines[requests.index(request)]
+
+        place_stream = place_prompt
+
+        def on_computed(self, request: Request) -> None: ...
+
+        def on_finished(self, request: Request) -> None: ...
+
+    engines = [Engine(index, False, times, None) for index in range(2)]
+    fleet = Fleet(engines, times, lambda request, now: None)
+    fleet.router = InTurn()
+    fleet.run(requests)
+    assert requests[0].first_token_s == pytest.approx(0.05 + 2 * 0.05, abs=1e-3)
+    assert requests[1].first_token_s == pytest.approx(0.15 + 0.05, abs=1e-3)
+    assert engines[0].totals.seconds >= 0.15  # health reports contain the slowdown
+
+
+def prediction(name: str, prefills: int, goodput: float) -> Prediction:
+    deployment = Deployment(name, prefills, 2, "auto", "auto", pulls=False)
+    return Prediction(deployment, goodput, 1.0, 0.1, 0.1, 0.01)
+
+
+def test_simplest_deployment_is_recommended_unless_another_is_clearly_better():
+    predictions = [prediction("replicas", 0, 1.0), prediction("split", 1, 1.02)]
+    assert recommended(predictions).deployment.name == "replicas"
+    predictions[1] = prediction("split", 1, 1.1)
+    assert recommended(predictions).deployment.name == "split"
+    kinds = best_of_each_kind([*predictions, prediction("other split", 2, 0.5)])
+    assert [each.deployment.name for each in kinds] == ["split", "replicas"]
+
+
+def measured(predicted: float, actual: float) -> Measured:
+    return Measured(prediction("p", 0, predicted), prediction("p", 0, actual), 0, 1, 0)
+
+
+def test_error_and_winner_of_a_verification():
+    assert measured(1.1, 1.0).error == pytest.approx(0.1)
+    assert measured(1.0, 0.0).error is None
+    assert is_right([measured(2.0, 1.0), measured(1.0, 0.9)])
+    assert is_right([measured(2.0, 0.98), measured(1.0, 1.0)])
+    assert not is_right([measured(2.0, 0.9), measured(1.0, 1.0)])
+
+
+def test_cases_of_the_accuracy_suit_the_host():
+    listed = cases(HOST, 4, duration_s=4.0)
+    assert len(listed) == 10
+    for case in listed:
+        assert case.workload.longest_prompt <= HOST.max_model_len
+        last_s = case.workload.sessions[-1].arrival_s
+        assert 1.0 < last_s < 16.0
+        assert case.slo.itl is not None and 0.005 < case.slo.itl < 0.1
+        assert case.slo.ttft is not None and math.isfinite(case.slo.ttft)
+
+
+TRACE_ROW = {"timestamp": 0, "input_length": 100, "output_length": 10}
+
+
+def run_advise(folder: Path, **changes: Any) -> int:
+    """Runs the command on saved constants. Returns the exit status."""
+    trace = folder / "trace.jsonl"
+    rows = [{**TRACE_ROW, "timestamp": 50 * index} for index in range(20)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_constants(folder / "host.json", HOST)
+    options = {
+        "trace": trace,
+        "model": "m",
+        "servers": 4,
+        "device": "cpu",
+        "constants": folder / "host.json",
+        **changes,
+    }
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    return cli.main(["advise", *argv])
+
+
+def test_advice_from_saved_constants_ends_in_a_recommendation(tmp_path, capsys):
+    assert run_advise(tmp_path, save_constants=tmp_path / "again.json") == 0
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    document = json.loads(last)
+    assert len(document["predictions"]) == 8
+    assert document["recommended"] == "4 replicas, round robin"
+    assert document["command"] in lines[-1]
+    assert document["requests"] == 20
+    assert read_constants(tmp_path / "again.json") == HOST
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"servers": 1}, "--servers 1 must be from 2 to 16"),
+        ({"devices": "a"}, "--devices a are not indices of GPUs"),
+        ({"model": "other"}, "has the constants of m, not of other"),
+        ({"length_scale": 100}, "use --length-scale 36 or less"),
+        ({"trace": "/no/trace"}, "/no/trace cannot be read"),
+        ({"constants": "/no/file"}, "/no/file cannot be read"),
+        ({"slo": "itl"}, "itl= must be a number of seconds above 0"),
+    ],
+)
+def test_bad_input_of_advise_ends_in_one_line(tmp_path, capsys, changes, problem):
+    assert run_advise(tmp_path, **changes) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("baton bench advise: error: ")
+    assert problem in line

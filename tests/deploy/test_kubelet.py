@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.make_models import ensure_model
 from tests.rigs import hosts, kubernetes
 from tests.rigs.client import TIMEOUT_S, make_prompt
 from tests.rigs.cluster import wait_until
-from tests.rigs.kubelet import NODE, Cluster, root_file_system
+from tests.rigs.kubelet import NODE
 from tests.rigs.kubernetes import K8S, Objects, render
+from tests.rigs.kubernetes_cluster import Cluster
 from tests.rigs.plain_http import http
+from tests.rigs.pod_files import root_file_system
 
 _KEYS = {"api-key": "the key of the client", "admin-key": "the key of the operator"}
 _SECRETS = {
@@ -35,36 +38,37 @@ _SECRETS = {
     "server-key": "the key of the servers",
 }
 _NUM_CLIENTS = 6
-# What a user writes to serve a model from a volume.
-_OVERLAY = """
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-resources: [{base}, secret]
-configMapGenerator:
-  - name: baton-server
-    behavior: merge
-    literals: [BATON_MODEL=/models, BATON_SERVED_MODEL_NAME=m, BATON_THREADS=1]
-patches:
-  - target: {{kind: Deployment, labelSelector: "app.kubernetes.io/component != proxy"}}
-    patch: |-
-      - op: add
-        path: /spec/template/spec/volumes/-
-        value: {{name: models, hostPath: {{path: {model}}}}}
-      - op: add
-        path: /spec/template/spec/containers/0/volumeMounts/-
-        value: {{name: models, mountPath: /models, readOnly: true}}
-"""
+_VOLUME = {"name": "models", "mountPath": "/models", "readOnly": True}
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
+@contextlib.contextmanager
+def _running(
+    folder: Path, overlay: str, options: list[str], patches: list[Any]
+) -> Iterator[Cluster]:
+    """Run the pods of an overlay, changed as a user changes it to serve a model from a
+    volume.
+
+    Args:
+        options: variables of all servers.
+    """
     reason = kubernetes.missing_requirement() or hosts.missing_requirement()
     if reason:
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("cluster")
     for parent in [folder, *folder.parents][:3]:
         parent.chmod(0o755)  # the user of the containers has to reach the files
-    objects = Objects(render(_write_overlay(folder / "overlay")))
+    own_overlay = folder / "overlay"
+    _write_secret(own_overlay / "secret")
+    options = ["BATON_MODEL=/models", "BATON_SERVED_MODEL_NAME=m", *options]
+    kustomization = {
+        "resources": [os.path.relpath(K8S / "overlays" / overlay, own_overlay)],
+        "configMapGenerator": [
+            {"name": "baton-server", "behavior": "merge", "literals": options}
+        ],
+        "patches": patches,
+    }
+    kustomization["resources"].append("secret")
+    (own_overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    objects = Objects(render(own_overlay))
     with (
         root_file_system(folder / "image") as files,
         contextlib.closing(Cluster(objects, files, folder)) as cluster,
@@ -73,21 +77,60 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         yield cluster
 
 
-def _write_overlay(folder: Path) -> Path:
-    secret = folder / "secret"
-    secret.mkdir(parents=True)
-    base = os.path.relpath(K8S / "overlays" / "cpu", folder)
-    model = folder / "model"
-    shutil.copytree(ensure_model("gqa"), model)
-    for file in model.iterdir():
-        file.chmod(0o644)  # the user of the containers reads it
-    overlay = _OVERLAY.format(base=base, model=model)
-    (folder / "kustomization.yaml").write_text(overlay)
-    text = (K8S / "secret" / "kustomization.yaml").read_text()
-    (secret / "kustomization.yaml").write_text(text)
+def _write_secret(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    shutil.copy(K8S / "secret" / "kustomization.yaml", folder)
     lines = [f"{name}={value}" for name, value in _SECRETS.items()]
-    (secret / "secret.env").write_text("\n".join(lines))
-    return folder
+    (folder / "secret.env").write_text("\n".join(lines))
+
+
+def _model_patches(folder: Path, pod_path: str) -> list[dict[str, Any]]:
+    """Return patches that mount the test model in a pod.
+
+    Args:
+        pod_path: path of the pod's spec in the manifest.
+    """
+    model = folder / "model"
+    if not model.exists():
+        shutil.copytree(ensure_model("gqa"), model)
+        for file in model.iterdir():
+            file.chmod(0o644)  # the user of the containers reads it
+    volume = {"name": "models", "hostPath": {"path": str(model)}}
+    return [
+        {"op": "add", "path": f"{pod_path}/volumes/-", "value": volume},
+        {
+            "op": "add",
+            "path": f"{pod_path}/containers/0/volumeMounts/-",
+            "value": _VOLUME,
+        },
+    ]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    selector = "app.kubernetes.io/component in (prefill, decode)"
+    patches = _model_patches(folder, "/spec/template/spec")
+    target = {"kind": "Deployment", "labelSelector": selector}
+    patch = {"target": target, "patch": yaml.safe_dump(patches)}
+    with _running(folder, "cpu", ["BATON_THREADS=1"], [patch]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[Cluster]:
+    """A prefill server and a decode server, each on two hosts, without GPUs."""
+    options = ["BATON_THREADS=1", "BATON_DEVICE=cpu", "BATON_TP=2", "BATON_EP=1"]
+    options.append("BATON_KV_CACHE_BYTES=268435456")
+    patches = [{"op": "replace", "path": "/spec/roles/1/spec/replicas", "value": 1}]
+    for role in range(2):
+        group = f"/spec/roles/{role}/spec/leaderWorkerTemplate"
+        for part in ("leaderTemplate", "workerTemplate"):
+            patches += _model_patches(tmp_path, f"{group}/{part}/spec")
+    target = {"kind": "DisaggregatedSet"}
+    patch = {"target": target, "patch": yaml.safe_dump(patches)}
+    with _running(tmp_path, "multi-host", options, [patch]) as cluster:
+        yield cluster
 
 
 def _body(index: int) -> dict[str, Any]:
@@ -218,3 +261,15 @@ def test_no_stream_breaks_while_all_pods_are_replaced(cluster: Cluster) -> None:
         )
     pods = [pod for pods in cluster.pods.values() for pod in pods]
     assert [pod.problems for pod in [*pods, *cluster.ended_pods]] == [[]] * 12
+
+
+@pytest.mark.slow
+def test_servers_of_two_hosts_answer_and_end_as_a_whole(two_hosts: Cluster) -> None:
+    """The test plays LeaderWorkerSet too: the pods of a server have its variables."""
+    with two_hosts.hosts.inside(NODE):
+        assert len(_stream(two_hosts, _body(1))) == 300
+        assert _proxy_total(two_hosts, "baton_proxy_requests_total", path="pd") == 1
+    leader, worker = two_hosts.pods["decode"]
+    worker.close()  # as if its node were lost
+    wait_until(lambda: leader.problems, 60)
+    assert leader.problems == ["baton ended with status 1"], leader.log("baton")

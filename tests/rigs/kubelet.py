@@ -2,7 +2,7 @@
 
 Each pod has a network, processes, mounts and shared memory of its own. Its containers
 run the command, variables, user, probes, preStop and grace period that the manifest
-names. The names of services resolve to the pods that Kubernetes would return.
+names. kubernetes_cluster.py decides which pods there are.
 """
 
 import contextlib
@@ -11,18 +11,17 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.rigs import images
 from tests.rigs.cluster import wait_until
 from tests.rigs.hosts import Hosts
-from tests.rigs.kubernetes import ROOT, Manifest, Objects, matches
+from tests.rigs.kubernetes import Manifest, Objects
+from tests.rigs.pod_files import RootFileSystem
 
 START_TIMEOUT_S = 240.0
 NODE = "node"  # the host from which probes and clients connect
@@ -30,64 +29,28 @@ _NAMESPACES = ("--mount", "--pid", "--ipc", "--uts", "--net", "--root")
 
 
 @dataclass(frozen=True)
-class RootFileSystem:
-    """The files of a container, and the variables that its image sets.
+class Node:
+    """The machine on which the pods run.
 
     Attributes:
-        root: the folder with all files, or None if `binds` has them.
-        binds: folders of this machine by their path in the container, read-only.
-        links: symbolic links by their path in the container.
+        folder: folder for the files of the pods.
+        names_file: the addresses of names, which all pods read.
+        on_change: called when a pod becomes ready, is no longer ready, or ends.
     """
 
-    root: Path | None = None
-    binds: Mapping[str, Path] = field(default_factory=dict)
-    links: Mapping[str, str] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def root_file_system(folder: Path) -> Iterator[RootFileSystem]:
-    """Return the files of the real image if it can be built here, else of this machine
-    and this checkout.
-
-    Args:
-        folder: see checkout_files.
-    """
-    if images.missing_requirement() is not None:
-        yield checkout_files(folder)
-        return
-    with images.mounted_image() as image:
-        yield RootFileSystem(image.root, env=image.env)
-
-
-def checkout_files(folder: Path) -> RootFileSystem:
-    """Return the programs of this machine and the code of this checkout.
-
-    Args:
-        folder: where the command `baton` is written.
-    """
-    program = folder / "bin" / "baton"
-    program.parent.mkdir(parents=True)
-    program.write_text(
-        f'#!/bin/sh\nPYTHONPATH=/opt/baton exec {sys.executable} -m deploy.cli "$@"\n'
-    )
-    program.chmod(0o755)
-    binds = {"/opt/baton": ROOT, "/opt/bin": program.parent, "/usr": Path("/usr")}
-    links = {}
-    for name in ("bin", "etc", "lib", "lib64", "sbin"):
-        path = Path("/") / name
-        if path.is_symlink():
-            links[str(path)] = os.readlink(path)
-        elif path.exists():
-            binds[str(path)] = path
-    for prefix in {sys.prefix, sys.base_prefix}:
-        if not prefix.startswith("/usr"):
-            binds[prefix] = Path(prefix)
-    return RootFileSystem(None, binds, links, {"PATH": "/opt/bin:/usr/bin:/bin"})
+    hosts: Hosts
+    objects: Objects
+    files: RootFileSystem
+    folder: Path
+    names_file: Path
+    on_change: Callable[[], None]
 
 
 class Pod:
     """One pod, from its creation to the end of its containers.
+
+    Args:
+        variables: what the pod's controller sets in front of its own variables.
 
     Attributes:
         is_ready: whether all readiness probes succeed.
@@ -97,7 +60,9 @@ class Pod:
         was_killed: whether a container had to be killed after the grace period.
     """
 
-    def __init__(self, cluster: "Cluster", name: str, template: Manifest) -> None:
+    def __init__(
+        self, node: Node, name: str, template: Manifest, variables: Mapping[str, str]
+    ) -> None:
         self.name = name
         self.labels: dict[str, str] = template["metadata"]["labels"]
         self.spec: Manifest = template["spec"]
@@ -107,8 +72,9 @@ class Pod:
         self.problems: list[str] = []
         self.exit_codes: dict[str, int] = {}
         self.was_killed = False
-        self._cluster = cluster
-        self._folder = cluster.folder / name
+        self._node = node
+        self._variables = variables
+        self._folder = node.folder / name
         self._folder.mkdir()
         self._pause: subprocess.Popen[bytes] | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -117,7 +83,7 @@ class Pod:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        hosts = self._cluster.hosts
+        hosts = self._node.hosts
         hosts.add(self.name)
         self.address = hosts.address(self.name)
         self._start_pause()
@@ -131,12 +97,16 @@ class Pod:
         """Delete the pod. Returns when its containers have ended."""
         self.is_terminating = True
         self.is_ready = False
-        self._cluster.publish()
+        self._node.on_change()
         deadline_s = time.monotonic() + self.spec["terminationGracePeriodSeconds"]
         with ThreadPoolExecutor(len(self._processes)) as pool:
-            for container in self.spec["containers"]:
+            endings = [
                 pool.submit(self._end, container, deadline_s)
-        self._cluster.publish()
+                for container in self.spec["containers"]
+            ]
+        for ending in endings:
+            ending.result()
+        self._node.on_change()
         self.close()
 
     def close(self) -> None:
@@ -150,7 +120,7 @@ class Pod:
         for thread in self._threads:
             thread.join()
         with contextlib.suppress(KeyError):
-            self._cluster.hosts.remove(self.name)
+            self._node.hosts.remove(self.name)
 
     # -- processes
 
@@ -163,13 +133,13 @@ class Pod:
         # The pod ends with this thread, even if the tests are killed.
         unshare = "setpriv --pdeathsig KILL unshare --mount --pid --ipc --uts --fork"
         argv = [*unshare.split(), "--kill-child", "sh", "-e", str(script)]
-        with self._cluster.hosts.inside(self.name):
+        with self._node.hosts.inside(self.name):
             self._pause = subprocess.Popen(argv)
         wait_until((self._folder / "is-set-up").exists, START_TIMEOUT_S)
 
     def _setup_commands(self) -> list[str]:
         """Return the commands that build the root file system of the pod."""
-        files = self._cluster.files
+        files = self._node.files
         root = self._folder / "root"
         root.mkdir()
         lines = []
@@ -194,7 +164,7 @@ class Pod:
         resolver = self._folder / "resolv.conf"
         resolver.write_text("options timeout:1 attempts:1\n")
         lines.append(f"mount --bind {resolver} {root}/etc/resolv.conf")
-        lines.append(f"mount --bind {self._cluster.names_file} {root}/etc/hosts")
+        lines.append(f"mount --bind {self._node.names_file} {root}/etc/hosts")
         lines += self._volume_commands(root)
         lines.append(f"mount -o remount,bind,ro {root}")
         lines.append(f"touch {self._folder}/is-set-up")
@@ -222,9 +192,11 @@ class Pod:
                     raise NotImplementedError(volume)
 
     def _start_container(self, container: Manifest) -> None:
-        env = {"HOME": "/home/baton", **self._cluster.files.env}
+        env = {"HOME": "/home/baton", **self._node.files.env}
         fields = {"status.podIP": self.address, "metadata.name": self.name}
-        env |= self._cluster.objects.environment(self.spec, container, fields)
+        front = [{"name": key, "value": text} for key, text in self._variables.items()]
+        complete = {**container, "env": [*front, *container["env"]]}
+        env |= self._node.objects.environment(self.spec, complete, fields)
         words = [f"{name}={value}" for name, value in env.items()]
         argv = self._inside(container, "env", "-i", *words, *container["command"])
         with (self._folder / f"{container['name']}.log").open("wb") as log:
@@ -276,11 +248,14 @@ class Pod:
 
     def _watch(self, container: Manifest) -> None:
         """Run the probes of a container until the pod ends."""
-        with self._cluster.hosts.inside(NODE):
+        with self._node.hosts.inside(NODE):
             if not self._has_started(container):
                 return
-            due_s = {"readinessProbe": 0.0, "livenessProbe": 0.0}
+            kinds = ("readinessProbe", "livenessProbe")
+            due_s = {kind: 0.0 for kind in kinds if kind in container}
             failures = dict.fromkeys(due_s, 0)
+            if "readinessProbe" not in container:
+                self._set_ready(container, is_good=True, is_over=False)
             while not self._has_ended.wait(0.1):
                 if self._process_has_ended(container):
                     return
@@ -299,7 +274,9 @@ class Pod:
                         return
 
     def _has_started(self, container: Manifest) -> bool:
-        probe = container["startupProbe"]
+        probe = container.get("startupProbe")
+        if probe is None:
+            return True
         for _ in range(probe["failureThreshold"]):
             if self._has_ended.wait(probe["periodSeconds"]):
                 return False
@@ -325,7 +302,7 @@ class Pod:
         is_ready = self._ready_containers == names and not self.is_terminating
         if is_ready != self.is_ready:
             self.is_ready = is_ready
-            self._cluster.publish()
+            self._node.on_change()
 
     def _probe(self, container: Manifest, probe: Manifest) -> bool:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -340,110 +317,6 @@ class Pod:
             return False
         finally:
             connection.close()
-
-
-class Cluster:
-    """The pods of one namespace, on one node.
-
-    Args:
-        folder: folder for the files of the pods.
-    """
-
-    def __init__(self, objects: Objects, files: RootFileSystem, folder: Path) -> None:
-        self.objects = objects
-        self.files = files
-        self.folder = folder
-        self.folder.chmod(0o755)
-        self.hosts = Hosts(NODE, folder=folder)
-        self.names_file = folder / "hosts"
-        self.names_file.write_text("127.0.0.1 localhost\n")
-        self.pods: dict[str, list[Pod]] = {}  # by deployment
-        self.ended_pods: list[Pod] = []
-        self._lock = threading.Lock()
-        self._num_created = 0
-
-    def close(self) -> None:
-        for pods in self.pods.values():
-            for pod in pods:
-                pod.close()
-        self.hosts.close()
-
-    def publish(self) -> None:
-        """Write the addresses of the services, which all pods read."""
-        with self._lock:
-            lines = ["127.0.0.1 localhost"]
-            for service in self.objects.of_kind("Service"):
-                name = service["metadata"]["name"]
-                lines += [f"{address} {name}" for address in self.endpoints(name)]
-            # The file is mounted in the pods, so it must not be replaced.
-            self.names_file.write_text("\n".join(lines) + "\n")
-
-    def endpoints(self, service: str) -> list[str]:
-        """Return the addresses of the pods that are behind a service now."""
-        spec = self.objects.get("Service", service)["spec"]
-        is_for_all = spec.get("publishNotReadyAddresses", False)
-        return [
-            pod.address
-            for pods in self.pods.values()
-            for pod in pods
-            if matches(spec["selector"], pod.labels) and pod.address
-            if is_for_all or pod.is_ready
-        ]
-
-    def apply(self) -> None:
-        """Start the pods of all deployments and wait until they are ready."""
-        for deployment in self.objects.of_kind("Deployment"):
-            name = deployment["metadata"]["name"]
-            self.pods[name] = []
-            for _ in range(deployment["spec"]["replicas"]):
-                self._create(name)
-        for pods in self.pods.values():
-            for pod in pods:
-                self._wait_until_ready(pod)
-
-    def roll(self, name: str) -> None:
-        """Replace the pods of a deployment: surge 1, unavailable 0.
-
-        Returns when the old pods have ended.
-        """
-        strategy = self.objects.get("Deployment", name)["spec"]["strategy"]
-        assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-        old_pods = list(self.pods[name])
-        endings: list[Future[None]] = []
-        with ThreadPoolExecutor(len(old_pods)) as pool:
-            for pod in old_pods:
-                self._wait_until_ready(self._create(name))
-                endings.append(pool.submit(self._delete, name, pod))
-        for ending in endings:
-            ending.result()
-
-    def evict(self, name: str) -> None:
-        """End a pod of a deployment, as a drain of its node does, and replace it."""
-        self._delete(name, self.pods[name][0])
-        self._wait_until_ready(self._create(name))
-
-    def _create(self, name: str) -> Pod:
-        template = self.objects.get("Deployment", name)["spec"]["template"]
-        self._num_created += 1
-        pod = Pod(self, f"{name}-{self._num_created}", template)
-        self.pods[name].append(pod)
-        pod.start()
-        self.publish()
-        return pod
-
-    def _delete(self, name: str, pod: Pod) -> None:
-        pod.terminate()
-        self.pods[name].remove(pod)
-        self.ended_pods.append(pod)
-        self.publish()
-
-    def _wait_until_ready(self, pod: Pod) -> None:
-        try:
-            wait_until(lambda: pod.is_ready or pod.problems, START_TIMEOUT_S)
-        finally:
-            if not pod.is_ready:
-                print(f"{pod.name}: {pod.problems}\n{pod.log('baton')}")
-        assert pod.is_ready, pod.problems
 
 
 def _children(pid: int) -> list[int]:

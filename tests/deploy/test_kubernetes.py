@@ -6,7 +6,9 @@ is one of Baton's. tests/deploy/test_kubelet.py runs their pods.
 
 import functools
 import json
+import os
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +154,7 @@ def test_servers_register_where_proxies_are_at_addresses_of_their_own(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_probes_ask_paths_of_the_program_at_its_port(name):
+def test_probes_request_paths_of_the_program_at_its_port(name):
     for pod, _, container in programs(name):
         if pod.endswith("workerTemplate"):
             continue  # it serves no HTTP
@@ -179,7 +181,7 @@ def test_a_drain_can_end_within_the_grace_period(name):
         hook = container.get("lifecycle", {}).get("preStop", {})
         needed_s = hook.get("sleep", {}).get("seconds", 0) + grace_s
         if "proxy" in container["command"]:
-            assert hook, "clients still come while the Service is updated"
+            assert hook, "clients connect until the Service is updated"
         else:
             needed_s += 1 + grace_s / 2
         assert spec["terminationGracePeriodSeconds"] > needed_s, pod
@@ -207,7 +209,7 @@ def test_pods_run_as_the_user_of_the_image_without_privileges(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_images_and_options_are_replaced_everywhere(name):
-    """Kustomize knows the images and references of Kubernetes' own kinds only."""
+    """By default, kustomize replaces them only in Kubernetes' own kinds."""
     tag = "cpu" if name == "cpu" else "gpu"
     for pod, _, container in programs(name):
         assert container["image"] == f"baton:{tag}", pod
@@ -290,18 +292,19 @@ def test_alerts_and_dashboard_are_those_of_the_other_deployments():
     ), fix
 
 
+def relative(path: Path, folder: Path) -> str:
+    """Return a path as kustomize accepts it: relative to the kustomization's folder."""
+    return os.path.relpath(path, folder)
+
+
 def test_model_volume_can_be_added_to_every_kind_of_server(tmp_path):
     """Users combine components in an overlay of their own."""
-    for name in ("base", "gpu-pair"):
+    for name in ("base", "overlays/gpu-pair"):
         folder = tmp_path / name
-        folder.mkdir()
-        source = K8S / name if name == "base" else K8S / "overlays" / name
-        up = Path(*[".."] * (len(folder.parts) - 1))
+        folder.mkdir(parents=True)
         content = {
-            "resources": [str(up / source.relative_to("/"))],
-            "components": [
-                str(up / K8S.relative_to("/") / "components" / "model-volume")
-            ],
+            "resources": [relative(K8S / name, folder)],
+            "components": [relative(K8S / "components" / "model-volume", folder)],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
         for pod, template in pod_templates(render(folder)):
@@ -309,6 +312,26 @@ def test_model_volume_can_be_added_to_every_kind_of_server(tmp_path):
             is_proxy = pod == "baton-proxy"
             assert ("cache" in volumes) != is_proxy
             assert is_proxy or "persistentVolumeClaim" in volumes["cache"]
+
+
+def test_overlay_of_the_docs_changes_options_image_and_namespace(tmp_path):
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    (example,) = re.findall(r"(?m)^    # kustomization.yaml\n((?:    .*\n)+)", text)
+    example = example.replace("path/to/deploy/k8s", relative(K8S, tmp_path))
+    (tmp_path / "kustomization.yaml").write_text(textwrap.dedent(example))
+    objects = Objects(render(tmp_path))
+    options = {}
+    for config in objects.of_kind("ConfigMap"):
+        options |= config["data"]
+    assert (options["BATON_MODEL"], options["BATON_TP"]) == ("Qwen/Qwen3-32B", "2")
+    assert {each["metadata"]["namespace"] for each in objects.manifests} == {"baton"}
+    images = {
+        container["image"]
+        for _, template in pod_templates(objects.manifests)
+        for container in template["spec"]["containers"]
+    }
+    assert images == {"registry.example.com/baton:gpu"}
+    assert objects.of_kind("PersistentVolumeClaim")
 
 
 def test_no_secret_has_a_value_in_the_repository():
@@ -341,14 +364,14 @@ def test_pool_has_the_servers_at_the_port_of_both_legs():
     assert prefill["ports"][0]["containerPort"] == port["number"]
     (sidecar,) = roles["decode"]["initContainers"]
     assert f"--port={port['number']}" in sidecar["args"]
-    # The sidecar calls the server at this port unless told otherwise.
+    # The default of the sidecar for the port of its server.
     (decode,) = roles["decode"]["containers"]
     assert decode["ports"][0]["containerPort"] == 8200
     service = objects.get("Service", pool["endpointPickerRef"]["name"])["spec"]
     assert service["ports"][0]["port"] == pool["endpointPickerRef"]["port"]["number"]
 
 
-def test_picker_can_read_the_metrics_without_a_key_under_names_that_it_knows():
+def test_picker_can_read_the_metrics_without_a_key_under_the_names_of_vllm():
     (config,) = [
         manifest["data"]
         for manifest in Objects(manifests("gateway")).of_kind("ConfigMap")

@@ -38,6 +38,7 @@ class EngineConfig(KVOptions, ModelOptions):
     device: Device = "cpu"
     dtype: DType = "float32"
     max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
     transfer: Literal["auto", "nixl", "mapped"] = "auto"
 
     engine_id: str

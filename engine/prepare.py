@@ -154,6 +154,7 @@ def engine_config(
         "devices": _devices(settings, device),
         "dtype": dtype,
         "max_num_batched_tokens": settings.batched_tokens_for(device),
+        "max_num_seqs": settings.num_seqs_for(device),
         "threads": settings.threads or max(1, available_cores() // settings.tp),
         "cluster_secret": secret,
         "side_channel_host": settings.host,

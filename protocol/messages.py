@@ -344,6 +344,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     num_blocks: int
     block_size: int  # tokens
     max_model_len: int  # tokens
+    max_num_seqs: int  # sequences of one step
     vocab_size: int
     geometry: dict[str, str | int | float] = {}  # see EngineConfig.geometry
 

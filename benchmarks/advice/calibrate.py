@@ -300,7 +300,7 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
             times,
             capacity=capacity,
             block_tokens=block_tokens,
-            max_streams=settings.max_num_seqs,
+            max_streams=settings.num_seqs_for(options.device),
         ),
     )
 

@@ -161,7 +161,7 @@ class _Pages:
             "num_blocks": engine.num_blocks,
             "block_size": engine.block_size,
             "max_model_len": engine.max_model_len,
-            "max_num_seqs": self._api.settings.max_num_seqs,
+            "max_num_seqs": engine.max_num_seqs,
         }
         return {**common, **sizes, **engine.geometry}
 

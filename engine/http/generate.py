@@ -194,7 +194,7 @@ async def _prepare(
     parsed, all_guided = await api.text_encoder.run_python(
         _parsing_size(api, num_bytes), parse
     )
-    check_against_server(parsed, ready.vocab_size, api.settings.max_num_seqs)
+    check_against_server(parsed, ready.vocab_size, ready.max_num_seqs)
     if all_guided:
         await api.grammars.check(all_guided)
     prompts = await api.text_encoder.tokenize(parsed, num_bytes, max_model_len)
@@ -208,7 +208,7 @@ async def _prepare(
     for ids in prompts:
         check_token_ids(ids, ready.vocab_size, parsed.prompt_field)
     lengths = [len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)]
-    check_num_tokens(parsed, lengths, max_model_len, api.settings.max_num_seqs)
+    check_num_tokens(parsed, lengths, max_model_len, ready.max_num_seqs)
     check_logprobs(
         parsed,
         num_prompt_tokens=sum(map(len, prompts)),

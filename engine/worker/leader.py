@@ -106,6 +106,7 @@ def _build(
         num_blocks=(rank.num_blocks - 1) // limits.groups.count,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
+        max_num_seqs=config.max_num_seqs,
         vocab_size=model_config.vocab_size,
         geometry={
             **config.geometry,

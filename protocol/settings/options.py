@@ -264,8 +264,9 @@ class EngineOptions(GeometryOptions):
     slower"""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=2**20)
     """maximum number of tokens in one step (tokens; None: on GPU 8192, on CPU 512)"""
-    max_num_seqs: int = Field(64, ge=1, le=2**16)
-    """maximum number of sequences in one step (sequences)"""
+    max_num_seqs: int | None = Field(None, ge=1, le=2**16)
+    """maximum number of sequences in one step (sequences; None: on GPU 256, on CPU
+    64)"""
     pack_weights: bool = True
     """on CPU in float32, reorder the weights of linear layers: matrix products become
     up to 1.6 times faster, and these weights take twice the memory
@@ -307,6 +308,11 @@ class EngineOptions(GeometryOptions):
     def batched_tokens_for(self, device: str) -> int:
         """Returns the maximum number of tokens in a step on `device` (cpu or cuda)."""
         return self.max_num_batched_tokens or (512 if device == "cpu" else 8192)
+
+    def num_seqs_for(self, device: str) -> int:
+        """Returns the maximum number of sequences in a step on `device` (cpu or
+        cuda)."""
+        return self.max_num_seqs or (64 if device == "cpu" else 256)
 
 
 class TransferOptions(EngineOptions, LinkOptions):

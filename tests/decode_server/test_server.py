@@ -28,7 +28,9 @@ from tests.rigs.offers import offer
 
 _SECRET = b"the cluster's secret"
 _PROMPT = [5, 6, 7, 8, 9]
-_READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=50)
+_READY = EngineReady(
+    num_blocks=20, block_size=16, max_model_len=512, max_num_seqs=64, vocab_size=50
+)
 
 
 def _signed_params(**changes: Any) -> dict[str, Any]:

@@ -116,7 +116,9 @@ def test_oldest_transfers_are_forgotten_first(monkeypatch):
     assert reported == [0, 2, 1], "not the last two transfers were remembered"
 
 
-_READY = EngineReady(num_blocks=20, block_size=16, max_model_len=512, vocab_size=9)
+_READY = EngineReady(
+    num_blocks=20, block_size=16, max_model_len=512, max_num_seqs=64, vocab_size=9
+)
 
 
 def _adds(*lengths: int, retain_kv: bool = True) -> list[AddRequest]:

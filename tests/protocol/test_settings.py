@@ -172,7 +172,7 @@ def test_dcp_accepts_prefill_blocks_that_divide_decode_blocks() -> None:
     assert load(UP, ["--decode.block-size=32"]).decode.block_size == 32
 
 
-def test_defaults_of_transport_and_step_size_depend_on_the_device() -> None:
+def test_defaults_of_transport_and_step_sizes_depend_on_the_device() -> None:
     assert [load(D, []).transfer_for(device) for device in ("cpu", "cuda")] == [
         "nixl",
         "auto",
@@ -182,7 +182,10 @@ def test_defaults_of_transport_and_step_size_depend_on_the_device() -> None:
         settings = load(cls, [])
         assert settings.batched_tokens_for("cpu") == 512
         assert settings.batched_tokens_for("cuda") == 8192
+        assert settings.num_seqs_for("cpu") == 64
+        assert settings.num_seqs_for("cuda") == 256
     assert load(P, ["--max-num-batched-tokens=9"]).batched_tokens_for("cuda") == 9
+    assert load(P, ["--max-num-seqs=9"]).num_seqs_for("cuda") == 9
 
 
 def test_usual_target_between_tokens_follows_role_and_device() -> None:

@@ -32,7 +32,9 @@ WAIT_S = 120.0
 SECRET = b"the secret of a cluster"
 CONTEXT = 64
 MAX_BODY = 20_000
-READY = EngineReady(num_blocks=64, block_size=16, max_model_len=CONTEXT, vocab_size=260)
+READY = EngineReady(
+    num_blocks=64, block_size=16, max_model_len=CONTEXT, max_num_seqs=8, vocab_size=260
+)
 
 
 class Server:
@@ -117,7 +119,6 @@ async def serving(
     fields = {
         "model": "folder/model",
         "served_model_name": "m",
-        "max_num_seqs": 8,
         "max_body_bytes": max_body,
         "cors_origin": origins,
         "grammar_timeout_s": 30.0,

@@ -59,7 +59,7 @@ async def hang(request: AddRequest) -> AsyncIterator[TokenDelta]:
 
 
 SMALL_ENGINE = EngineReady(
-    num_blocks=64, block_size=16, max_model_len=256, vocab_size=1000
+    num_blocks=64, block_size=16, max_model_len=256, max_num_seqs=64, vocab_size=1000
 )
 
 

@@ -240,6 +240,9 @@ def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
             for stored in (0, sizes.block_size + 1):
                 lens = [1] * num_decodes + prompts
                 yield sizes.step(lens, [7] * num_decodes + [stored] * len(prompts))
+    # Contexts that together exceed one sequence's: FP8 blocks of such a step are read
+    # in place instead of being copied to 16 bits.
+    yield sizes.step([40, 40], stored=sizes.max_len)
     yield sizes.step([1], stored=7)
     # These two steps compute a token that the previous step drew: the first outside a
     # CUDA graph, the second in a graph.

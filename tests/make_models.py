@@ -90,11 +90,13 @@ _MOE = {
 }
 
 
-def _gqa(hidden_size: int, q_heads: int, kv_heads: int) -> tuple[str, dict[str, Any]]:
+def _gqa(
+    hidden_size: int, q_heads: int, kv_heads: int, head_dim: int = 16
+) -> tuple[str, dict[str, Any]]:
     return "LlamaForCausalLM", {
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "num_attention_heads": q_heads,
         "num_key_value_heads": kv_heads,
     }
@@ -102,10 +104,11 @@ def _gqa(hidden_size: int, q_heads: int, kv_heads: int) -> tuple[str, dict[str, 
 
 # Possible numbers of TP ranks: gqa 1, 2, 4, and 8 with replicated KV heads; gqa6 1, 2,
 # 6 and 3 (which does not divide its vocabulary); mla, with a latent cache of one head,
-# 1, 2 and 4. moe is mla with experts.
+# 1, 2 and 4. moe is mla with experts. gqa64 has heads that FlashInfer supports.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": _gqa(128, 8, 4),
     "gqa6": _gqa(96, 12, 6),
+    "gqa64": _gqa(128, 8, 4, head_dim=64),
     "mla": ("DeepseekV2ForCausalLM", _MLA),
     "moe": ("DeepseekV2ForCausalLM", {**_MLA, **_MOE}),
 }

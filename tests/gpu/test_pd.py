@@ -11,16 +11,8 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.e2e.matrix import (
-    NUM_TOKENS,
-    Farm,
-    Geometry,
-    Key,
-    Reply,
-    farm,
-    generate,
-    model_dir,
-)
+from tests.e2e.matrix import NUM_TOKENS, Farm, Geometry, Key, Reply, farm, generate
+from tests.gpu.models import supported_model_dir
 from tests.rigs.client import make_prompt, prefill
 from tests.rigs.cluster import assert_idle
 
@@ -135,7 +127,9 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
         and not any(mark.args[0] for mark in item.iter_markers("skipif"))
     ]
     keys = {
-        Key(role, model_dir(c["model"]), c[role[0]]) for c in cells for role in _ROLES
+        Key(role, supported_model_dir(c["model"]), c[role[0]])
+        for c in cells
+        for role in _ROLES
     }
     with farm(max_ranks=64) as engine_farm:
         engine_farm.get(*keys)
@@ -144,7 +138,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
 
 @pytest.mark.parametrize(("model", "p", "d"), _CELLS)
 def test_pair_answers_like_the_decode_server_by_itself(engines, model, p, d, request):
-    prefiller, decoder = engines.pair(model_dir(model), p, d)
+    prefiller, decoder = engines.pair(supported_model_dir(model), p, d)
     is_converted = _CONVERT[0] in d.options
     tolerance = _CONVERTED_TOLERANCE if is_converted else _TOLERANCE
     for length in _LENGTHS:

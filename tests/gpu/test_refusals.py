@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.matrix import model_dir, post
+from tests.e2e.matrix import post
+from tests.gpu.models import supported_model_dir
 from tests.rigs.client import prefill
 from tests.rigs.cluster import Server, start, start_decode, start_prefill, wait_until
 
@@ -50,7 +51,9 @@ def _start_refused(argv: tuple[str, ...]) -> str:
     """Starts a server that must end by itself. Returns the reason that it prints."""
     options = ["--port", "0", "--served-model-name", "test-model", *_GPU, *argv]
     try:
-        server = start("decode_server", "--model", str(model_dir("gqa4")), *options)
+        server = start(
+            "decode_server", "--model", str(supported_model_dir("gqa4")), *options
+        )
     except AssertionError as error:
         return str(error)
     server.stop()
@@ -80,7 +83,7 @@ def pairs_on_different_devices() -> Iterator[list[tuple[Server, Server]]]:
     """Pairs with P and D on different kinds of devices, configured for mapped memory
     only.
     """
-    model = model_dir("gqa4")
+    model = supported_model_dir("gqa4")
     pinned = ["--transfer", "mapped", "--kv-load-failure-policy", "fail"]
     with ThreadPoolExecutor(4) as pool:
         starts = [

@@ -25,6 +25,7 @@ from engine.worker.warm_up import kv_budget_bytes
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.messages import SamplingParams
+from tests.gpu.models import supported_model_dir
 from tests.make_models import trained_models
 
 pytestmark = pytest.mark.gpu
@@ -333,7 +334,7 @@ def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, mas
             parts, context_lens, sampling, logit_changes=changes, is_masked=masked
         )
 
-    with runner_for(MODELS[SUPPORTED_MODELS[0]]) as runner:
+    with runner_for(supported_model_dir("gqa4")) as runner:
         words = -(-runner.model_config.vocab_size // 32)
         masks = np.full((len(PROMPTS), words), 0x5F5F5F5F, np.int32)
         in_flight = []
@@ -375,7 +376,7 @@ def no_memory() -> Iterator[None]:
 
 
 def test_step_that_ran_out_of_memory_can_be_repeated():
-    with runner_for(MODELS[SUPPORTED_MODELS[0]]) as runner:
+    with runner_for(supported_model_dir("gqa4")) as runner:
         first = step_of(PROMPTS[:1], [70])
         expected = runner.execute(first).token_ids
         expected += runner.execute(step_of([expected], [71])).token_ids
@@ -390,7 +391,7 @@ def test_step_that_ran_out_of_memory_can_be_repeated():
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_sampling_under_masks_can_be_repeated_after_it_ran_out_of_memory(enforce_eager):
-    with runner_for(MODELS[SUPPORTED_MODELS[0]], enforce_eager=enforce_eager) as runner:
+    with runner_for(supported_model_dir("gqa4"), enforce_eager=enforce_eager) as runner:
         masks = np.full((1, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
         first_ids = runner.execute(step_of(PROMPTS[:1], [70])).token_ids
         expected = runner.execute(step_of([first_ids], [71])).token_ids

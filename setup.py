@@ -20,16 +20,18 @@ FOLDERS = (
     "benchmarks",
 )
 packages = find_packages(include=[*FOLDERS, *(f"{folder}.*" for folder in FOLDERS)])
+packages.append("examples")  # programs of users, not a package
 
 setup(
     packages=[NAME, *(f"{NAME}.{package}" for package in packages)],
     package_dir={
         NAME: NAME,
-        **{f"{NAME}.{folder}": folder for folder in FOLDERS},
+        **{f"{NAME}.{folder}": folder for folder in (*FOLDERS, "examples")},
     },
     # Files that are not Python: the page, and what `baton files` writes.
     package_data={
         f"{NAME}.deploy": ["*", "**/*", ".*", "**/.*"],
+        f"{NAME}.examples": ["*"],
         f"{NAME}.proxy.ui": ["assets/*", "assets/vendor/*"],
         f"{NAME}.benchmarks.bench.results": ["assets/*", "assets/vendor/*"],
     },

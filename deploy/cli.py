@@ -132,7 +132,7 @@ def usage() -> str:
     for heading, commands in GROUPS.items():
         lines += ["", f"{heading}:"]
         lines += [
-            f"  {name:<10} {command.summary}" for name, command in commands.items()
+            f"  {name:<11} {command.summary}" for name, command in commands.items()
         ]
     lines += [
         "",

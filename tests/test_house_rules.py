@@ -28,7 +28,7 @@ REQUIRED_FOLDERS = {
     "deploy",
     "tests",
 }
-OTHER_FOLDERS = {"protocol", "model", "engine", "benchmarks", "docs", "baton_pd"}
+OTHER_FOLDERS = set("protocol model engine benchmarks docs baton_pd examples".split())
 # Text that no line may contain: a pattern for file names and a pattern for the text.
 # The patterns for text are concatenated from parts, so as not to match themselves.
 FORBIDDEN = {

@@ -33,7 +33,7 @@ setup(
         f"{NAME}.deploy": ["*", "**/*", ".*", "**/.*"],
         f"{NAME}.examples": ["*"],
         f"{NAME}.proxy.ui": ["assets/*", "assets/vendor/*"],
-        f"{NAME}.benchmarks.bench.results": ["assets/*", "assets/vendor/*"],
+        f"{NAME}.benchmarks.bench.results": ["assets/*"],
     },
     exclude_package_data={"": ["*.pyc", "__pycache__/*", "**/__pycache__/*"]},
 )

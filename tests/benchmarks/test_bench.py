@@ -139,10 +139,12 @@ def running() -> Iterator[Endpoint]:
     thread = threading.Thread(target=server.run, args=([listener],))
     listener.listen()
     thread.start()
-    yield scripted
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    try:
+        yield scripted
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
 
 
 @pytest.fixture
@@ -320,25 +322,26 @@ def test_unknown_model_names_those_that_are_served(endpoint, capsys):
 
 
 def test_comparison_ends_in_one_sentence(endpoint, capsys, tmp_path):
-    endpoint.delay_s = 0.2
+    endpoint.failing = True
     with ExitStack() as stack:
         replicas = [stack.enter_context(running()) for _ in range(2)]
         argv = ["compare", "--a", endpoint.url, "--b"]
         argv += [replica.url for replica in replicas]
         argv += ["--max-requests", "20", "--output-len", "2", "--rate", "100"]
-        argv += ["--warmup", "0", "--save", str(tmp_path / "out")]
-        assert cli.main([*argv, "--slo", "ttft=0.1"]) == 0
+        argv += ["--warmup", "0", "--slo", "ttft=60", "--save", str(tmp_path / "out")]
+        assert cli.main(argv) == 1  # requests of A failed
         *_, sentence, last = capsys.readouterr().out.strip().splitlines()
         assert sentence.startswith(
-            "B won: A served 0.0% of its requests within ttft=0.1, B 100.0%; "
-            "the difference is -100.0 points (95 % interval -100.0 to -100.0, "
-            "20 paired requests)"
+            "B won: A served 50.0% of its requests within ttft=60, B 100.0%; "
+            "the difference is -50.0 points (95 % interval -"
         )
+        assert sentence.endswith("20 paired requests).")
         verdict = json.loads(last)["verdict"]
         assert (verdict["winner"], verdict["num_pairs"]) == ("B", 20)
         assert sentence in (tmp_path / "out.html").read_text()
         # Replicas get the requests in turn.
         assert [len(replica.bodies) for replica in replicas] == [10, 10]
-        assert cli.main([*argv, "--slo", "ttft=9"]) == 0
+        endpoint.failing = False
+        assert cli.main(argv) == 0
         *_, sentence, _ = capsys.readouterr().out.strip().splitlines()
         assert sentence.startswith("No difference seen: A served 100.0%")

@@ -42,7 +42,7 @@ def html_report(result: RunResult, document: dict[str, Any], slo: Slo) -> str:
         "plots": _plots(result, slo),
     }
     folder = resources.files(__package__).joinpath("assets")
-    vendored = Path(str(proxy.ui.__file__)).parent / "assets"
+    vendored = Path(str(proxy.ui.__file__)).parent / "assets" / "vendor"
     parts = {
         "uplot_css": (vendored / "uplot.min.css").read_text(encoding="utf-8"),
         "uplot_js": (vendored / "uplot.min.js").read_text(encoding="utf-8"),

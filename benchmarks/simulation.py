@@ -404,23 +404,41 @@ class Fleet:
     def _end_step(self, engine: Engine, computed: list[Request]) -> None:
         engine.is_busy = False
         for request in engine.generate_tokens(self.now):
-            self.router.on_finished(request)
-            next_request = self._follow_up(request, self.now)
-            if next_request is not None:
-                self._add(next_request)
+            self._finish(request)
         for request in computed:
             if engine.is_prefill:
                 handed_over_at = self.now + self.times.handoff_s
                 self._schedule(handed_over_at, partial(self._hand_over, request))
             else:
-                engine.start_stream(request, self.now)
                 self.router.on_computed(request)
+                if not self._end_at_first_token(request):
+                    engine.start_stream(request, self.now)
         self._start_step(engine)
+
+    def _end_at_first_token(self, request: Request) -> bool:
+        """End a request that has all of its tokens once its prompt is computed. Return
+        whether it has.
+        """
+        if request.output_tokens > 1:
+            return False
+        request.first_token_s = self.now
+        request.last_token_s = self.now
+        request.generated_tokens = 1
+        self._finish(request)
+        return True
+
+    def _finish(self, request: Request) -> None:
+        self.router.on_finished(request)
+        next_request = self._follow_up(request, self.now)
+        if next_request is not None:
+            self._add(next_request)
 
     def _hand_over(self, request: Request) -> None:
         """Send the KV of a computed prompt to the decode server."""
         self.router.on_computed(request)
         engine = self.router.place_stream(request)
+        if self._end_at_first_token(request):
+            return
         request.first_token_s = self.now
         request.last_token_s = self.now
         arrives_at = self.now + request.prompt_tokens * self.times.sent_token_s

@@ -154,6 +154,14 @@ def test_prediction_of_one_request_is_the_sum_of_its_times():
     assert prediction.goodput == pytest.approx(1 / (expected_s + 10 * step_s), rel=0.01)
 
 
+@pytest.mark.parametrize("deployment", [REPLICAS, PAIR])
+def test_request_of_one_token_ends_with_its_prompt(deployment):
+    workload = workload_of((0.0, 100, 1), (0.5, 100, 1))
+    result = predict(HOST, deployment, workload, Slo(ttft=1.0))
+    assert result.itl_mean_s == 0.0
+    assert result.goodput == pytest.approx(2 / (0.5 + result.ttft_p50_s))
+
+
 def test_prediction_of_a_split_contains_the_hand_over():
     prediction = predict(HOST, PAIR, workload_of((0.0, 100, 11)), Slo(ttft=1.0))
     undisturbed = predict(HOST, REPLICAS, workload_of((0.0, 100, 11)), Slo(ttft=1.0))

@@ -25,6 +25,7 @@ from benchmarks.advice.advise import (
     predict_all,
     server_options,
 )
+from benchmarks.advice.calibrate import USUAL_STEP_TOKENS
 from benchmarks.advice.constants import HostConstants
 from benchmarks.advice.deployments import deployments
 from benchmarks.advice.options import add_server_options
@@ -46,7 +47,7 @@ from benchmarks.bench.workload import Session, Turn, Workload, with_poisson_arri
 BLOCK_TOKENS = 64
 _LOADS = (0.5, 0.75)  # shares of the rate that replicas can serve
 _SATURATING_REQUESTS = 96
-_MAX_REQUESTS = 400
+_MAX_REQUESTS = 1000
 _UNLIMITED = Slo()
 # A request may take this many times as long as on an idle host with one stream.
 _TTFT_FACTOR = 3.0
@@ -63,28 +64,36 @@ class Case:
     seed: int
 
 
-def _equal(input_tokens: int, output_tokens: int) -> Callable[[random.Random], Session]:
-    return lambda rng: Session(0.0, (Turn(input_tokens, output_tokens),))
+Mix = Callable[[random.Random, int], Session]
 
 
-def _mixed(rng: random.Random) -> Session:
+def _equal(input_tokens: int, output_tokens: int) -> Mix:
+    return lambda rng, scale: Session(0.0, (Turn(input_tokens * scale, output_tokens),))
+
+
+def _mixed(rng: random.Random, scale: int) -> Session:
     """Prompts from 16 to 1,024 tokens, answers from 4 to 128."""
     input_tokens = round(rng.lognormvariate(math.log(160), 0.8))
     output_tokens = round(rng.lognormvariate(math.log(32), 0.7))
-    turn = Turn(min(max(input_tokens, 16), 1024), min(max(output_tokens, 4), 128))
+    turn = Turn(
+        input_tokens=scale * min(max(input_tokens, 16), 1024),
+        output_tokens=min(max(output_tokens, 4), 128),
+    )
     return Session(0.0, (turn,))
 
 
-def _agent(rng: random.Random) -> Session:
+def _agent(rng: random.Random, scale: int) -> Session:
     """Three turns behind one of four system prompts of 256 tokens."""
     system = rng.randrange(4)
     blocks = tuple(range(100 * system, 100 * system + 4))
-    first = Turn(256 + 64, 24, blocks)
-    later = Turn(64, 24, think_s=0.2)
+    first = Turn(scale * (4 * BLOCK_TOKENS + 64), 24, blocks)
+    later = Turn(scale * 64, 24, think_s=0.2)
     return Session(0.0, (first, later, later))
 
 
-MIXES: dict[str, Callable[[random.Random], Session]] = {
+# Lengths of prompts are for steps of USUAL_STEP_TOKENS prompt tokens, as on a CPU. With
+# larger steps, as on a GPU, prompts are as many times as long.
+MIXES: dict[str, Mix] = {
     "512 + 16": _equal(512, 16),
     "128 + 64": _equal(128, 64),
     "64 + 128": _equal(64, 128),
@@ -96,9 +105,11 @@ MIXES: dict[str, Callable[[random.Random], Session]] = {
 def cases(constants: HostConstants, num_servers: int, duration_s: float) -> list[Case]:
     """Return the loads, with rates and limits that suit the host."""
     listed: list[Case] = []
+    scale = max(1, constants.times.step_tokens // USUAL_STEP_TOKENS)
     for mix_name, make_session in MIXES.items():
         rng = random.Random(f"cases {mix_name}")
-        sample = _workload(mix_name, [make_session(rng) for _ in range(_MAX_REQUESTS)])
+        sessions = [make_session(rng, scale) for _ in range(_MAX_REQUESTS)]
+        sample = Workload(tuple(sessions), scale * BLOCK_TOKENS, mix_name)
         rate = saturated_rate(constants, num_servers, sample)
         for load in _LOADS:
             seed = len(listed) + 1
@@ -108,10 +119,6 @@ def cases(constants: HostConstants, num_servers: int, duration_s: float) -> list
             name = f"{mix_name}, load {load:g}"
             listed.append(Case(name, workload, _slo(constants, sample), seed))
     return listed
-
-
-def _workload(name: str, sessions: Sequence[Session]) -> Workload:
-    return Workload(tuple(sessions), BLOCK_TOKENS, name)
 
 
 def saturated_rate(

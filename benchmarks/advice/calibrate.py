@@ -38,14 +38,20 @@ from benchmarks.engine_times import EngineTimes
 from protocol.settings.settings import DecodeSettings, load
 
 _TIMEOUT_S = 300.0
-_STREAM_COUNTS = (1, 4, 16)
+_STREAM_COUNTS = (1, 4, 16, 48)
 _SHORT_PROMPT = 16
 _DECODE_TOKENS = 32
+# Lengths of prompts where a step has 512 prompt tokens, as on a CPU. With larger steps,
+# as on a GPU, they are as many times as long.
+USUAL_STEP_TOKENS = 512
 _PROMPT_LENGTHS = (32, 128, 512, 1536)
+_LONG_CONTEXT = 1024
 _REPEATS = 3
 _DECODE_REPEATS = 2
-_SHARED_STREAMS = 4  # streams of each server, and tokens of each prompt, with which the
-_SHARED_PROMPT = 256  # slowdown of several servers is measured
+# Streams of each server, and tokens of each prompt (as above), with which the slowdown
+# of several servers is measured.
+_SHARED_STREAMS = 4
+_SHARED_PROMPT = 256
 _VOCABULARY = 256
 _ONE = Deployment("one server", 0, 1, "round_robin", "never", pulls=False)
 _PAIR = Deployment("a pair", 1, 1, "auto", "always", pulls=True)
@@ -92,9 +98,18 @@ class _Calibration:
         self._singles = singles
         self._step_tokens = step_tokens
         self._seed = int(time.time())  # no prompt is cached from an earlier run
-        limit = min(client.max_model_len for client in singles)
-        self._lengths = [n for n in _PROMPT_LENGTHS if n + _DECODE_TOKENS <= limit]
-        self._long_context = min(1024, max(limit - _DECODE_TOKENS, _SHORT_PROMPT) // 2)
+        scale = max(1, step_tokens // USUAL_STEP_TOKENS)
+        limit = min(client.max_model_len for client in singles) - _DECODE_TOKENS
+        if limit < scale * _PROMPT_LENGTHS[1]:
+            raise BenchError(
+                f"the model takes {limit + _DECODE_TOKENS} tokens, too few to measure "
+                "prompts; its context must have "
+                f"{scale * _PROMPT_LENGTHS[1] + _DECODE_TOKENS} or more"
+            )
+        lengths = [scale * length for length in _PROMPT_LENGTHS]
+        self._lengths = [length for length in lengths if length <= limit]
+        self._shared_length = min(scale * _SHARED_PROMPT, self._lengths[-1])
+        self._long_context = min(scale * _LONG_CONTEXT, limit // 2)
 
     def _next_seed(self) -> int:
         self._seed += 1
@@ -187,13 +202,12 @@ class _Calibration:
     async def _with_slowdowns(self, times: EngineTimes) -> EngineTimes:
         decode_s = []
         prompt_s = []
-        length = min(_SHARED_PROMPT, self._lengths[-1])
         for count in range(1, len(self._singles) + 1):
             clients = self._singles[:count]
             decode_s.append(
                 await self.decode_s(clients, _SHARED_STREAMS, _SHORT_PROMPT)
             )
-            seconds = await self.prompt_s(clients, length)
+            seconds = await self.prompt_s(clients, self._shared_length)
             prompt_s.append(max(seconds - times.request_s, 0.1 * seconds))
         return replace(
             times,
@@ -203,7 +217,7 @@ class _Calibration:
 
     async def _with_handoff(self, times: EngineTimes, pair: _Client) -> EngineTimes:
         """Measure the hand-over: what it adds to the first and to the second token."""
-        length = self._lengths[min(1, len(self._lengths) - 1)]
+        length = self._lengths[1]
         await pair.send(length, 4, self._next_seed())  # connects the two servers
         extra_s = []
         gaps_s = []

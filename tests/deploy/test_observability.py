@@ -83,6 +83,15 @@ def test_dashboard_and_rules_use_only_labels_that_the_metrics_have():
         assert expression.count("(") == expression.count(")")
 
 
+def test_kubernetes_gets_the_same_dashboard_and_alerts():
+    """Kustomize reads no files outside of its folder, so it has copies."""
+    folder = ROOT / "deploy" / "k8s" / "components" / "monitor"
+    dashboard = (folder / "grafana-dashboard.json").read_text()
+    assert dashboard == DASHBOARD.read_text(), "run `make manifests`"
+    rule = yaml.safe_load((folder / "prometheus-rule.yaml").read_text())
+    assert rule["spec"] == yaml.safe_load(RULES.read_text()), "run `make manifests`"
+
+
 def test_the_docs_have_a_row_for_every_alert():
     alerts = [rule["alert"] for rule in rules() if "alert" in rule]
     assert re.findall(r"(?m)^\| `(Baton\w+)` \|", METRICS_DOC.read_text()) == alerts

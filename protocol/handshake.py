@@ -106,6 +106,8 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
         extra: Values that only some transports need, such as the offer of mapped memory
             (kvcache/transfer/move/peer_memory.py).
         pid: The process id of the rank in the rank's own PID namespace.
+        host: The address of the rank's host, for messages; empty if it is unknown. The
+            ranks of one engine may be on several hosts.
     """
 
     rank: int
@@ -117,6 +119,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     layout: LayoutRecord
     extra: dict[str, Any] = {}
     pid: int | None = None
+    host: Annotated[str, Meta(max_length=256)] = ""
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +133,11 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     dcp_size: int = 1
     ranks: list[RankMetadata]
     digests: int = 0  # DIGEST_VERSION if this engine answers GetDigest, else 0
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts of the ranks, each once, in the order of the ranks."""
+        return [host for host in dict.fromkeys(r.host for r in self.ranks) if host]
 
 
 def check_compatible(

@@ -259,6 +259,8 @@ class PeerLink:
 
     def _unreachable(self, reason: str) -> PeerUnreachable:
         name = self._metadata.engine_id
+        hosts = ", ".join(self._metadata.hosts)
+        where = f" on {hosts}" if hosts else ""
         return PeerUnreachable(
-            f"prefill server {name} cannot be read over NIXL: {reason}. {_FIX}."
+            f"prefill server {name}{where} cannot be read over NIXL: {reason}. {_FIX}."
         )

@@ -109,8 +109,14 @@ def mappable_extra(pool: KVPool) -> dict[str, Any]:
     return {EXTRA_KEY: msgspec.to_builtins(record, builtin_types=(bytes,))}
 
 
-def describe_pool(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadata:
-    """The metadata with which peers read a rank's pool, over NIXL or by mapping it."""
+def describe_pool(
+    pool: KVPool, rank: int, agent_metadata: bytes, host: str = ""
+) -> RankMetadata:
+    """The metadata with which peers read a rank's pool, over NIXL or by mapping it.
+
+    Args:
+        host: as in RankMetadata.
+    """
     return RankMetadata(
         rank=rank,
         agent_metadata=agent_metadata,
@@ -121,6 +127,7 @@ def describe_pool(pool: KVPool, rank: int, agent_metadata: bytes) -> RankMetadat
         layout=pool.layout,
         extra=mappable_extra(pool),
         pid=os.getpid(),
+        host=host,
     )
 
 

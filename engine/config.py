@@ -6,6 +6,7 @@ from pydantic import ConfigDict
 
 from attention.support import resolve_backend_name
 from engine.core.budget.step_target import StepTarget
+from protocol.settings.node_options import NodeOptions
 from protocol.settings.options import Device, DType, KVOptions, ModelOptions
 from protocol.version import VERSION
 
@@ -14,7 +15,7 @@ from protocol.version import VERSION
 _UNLIMITED_STEP_S: Final = 1.0
 
 
-class EngineConfig(KVOptions, ModelOptions):
+class EngineConfig(NodeOptions, KVOptions, ModelOptions):
     """The server's options (fields have the options' names), and values that are
     derived from the options before the rank processes start.
 
@@ -23,6 +24,9 @@ class EngineConfig(KVOptions, ModelOptions):
         scales: scales of FP8 KV, by layer and component.
         threads: CPU threads of each rank; None for torch's default.
         rendezvous_file: path of a file through which the ranks' collectives connect.
+        store_port: with several nodes, the port on node 0 of the store through which
+            the collectives connect.
+        store_fd: the descriptor of the socket that listens there; only for rank 0.
         side_channel_host: the address that the lease server binds.
         side_channel_advertise: the address at which peers reach the lease server; empty
             if none is known.
@@ -47,10 +51,26 @@ class EngineConfig(KVOptions, ModelOptions):
     scales: tuple[float, ...] = ()
     threads: int | None = None
     rendezvous_file: str = ""
+    store_port: int = 0
+    store_fd: int = -1
     side_channel_host: str = "127.0.0.1"
     side_channel_advertise: str = "127.0.0.1"
     side_channel_port: int = 0
     cluster_secret: bytes = b""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tp // self.nnodes
+
+    @property
+    def node_ranks(self) -> range:
+        """The ranks of this node."""
+        first = self.node_rank * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
+
+    def device_of(self, rank: int) -> int:
+        """Returns the number of the GPU of a rank on this node."""
+        return self.devices[rank - self.node_ranks.start]
 
     @property
     def kv_dtype(self) -> str:

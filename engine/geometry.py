@@ -73,6 +73,7 @@ def check_weights(
         if config.load_format != "dummy":
             num_elements, fix = _unmapped_elements(config, model)
             needed_bytes = num_elements * itemsize
+        needed_bytes //= config.nnodes
     else:
         max_bytes = config.tp * _MAX_GPU_BYTES
         limit = f"is more than {config.tp} GPU(s) have"

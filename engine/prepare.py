@@ -89,7 +89,8 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
     # Check the staging memory and the port before the ranks spend minutes on loading
     # the weights.
     check_staging(config, layout)
-    bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
+    if settings.node_rank == 0:
+        bind(settings.host, settings.side_channel_port, "--side-channel-port").close()
     config = config.model_copy(
         update={"scales": _kv_scales(settings, model_dir, model_config)}
     )
@@ -144,6 +145,7 @@ def engine_config(
         # The attention kernels and all matrix products of a GPU need a 16-bit type.
         # Models in full precision and quantised models (GGUF) do not name such a type.
         dtype = "float16" if model_config.dtype == "float16" else "bfloat16"
+    ranks_per_node = settings.tp // settings.nnodes
     fields = type(settings).model_fields.keys() & EngineConfig.model_fields.keys()
     options = {name: getattr(settings, name) for name in fields}
     options |= {
@@ -155,7 +157,7 @@ def engine_config(
         "dtype": dtype,
         "max_num_batched_tokens": settings.batched_tokens_for(device),
         "max_num_seqs": settings.num_seqs_for(device),
-        "threads": settings.threads or max(1, available_cores() // settings.tp),
+        "threads": settings.threads or max(1, available_cores() // ranks_per_node),
         "cluster_secret": secret,
         "side_channel_host": settings.host,
         "side_channel_advertise": settings.advertised_side_channel_host or "",
@@ -264,12 +266,15 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
             f"(--device {settings.device}): leave --devices out, or run `baton doctor` "
             "to find out why no GPU is usable"
         )
+    num_ranks = settings.tp // settings.nnodes
     if not settings.devices:
-        return list(range(settings.tp))
-    if len(settings.devices) != settings.tp:
+        return list(range(num_ranks))
+    if len(settings.devices) != num_ranks:
+        where = " on each node" if settings.nnodes > 1 else ""
         raise StartFailure(
             f"--devices names {len(settings.devices)} GPUs ({settings.devices}), but "
-            f"there are {settings.tp} ranks: name one GPU for each rank, or change --tp"
+            f"there are {num_ranks} ranks{where}: name one GPU for each rank{where}, "
+            "or change --tp"
         )
     return list(settings.devices)
 

@@ -25,18 +25,18 @@ import uvloop
 
 from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
+from engine.nodes.rendezvous import nodes_of
 from engine.prepare import StartFailure, prepare, read_for_answers
 from engine.process.client import LEASES, LEASES_POLL_INTERVAL_S, EngineClient
-from engine.process.launch import EngineProcesses
+from engine.process.launch import FAILED_GRACE_S, EngineProcesses
+from engine.process.startup import prepare_process
 from model.hub import resolve_model
 from protocol.errors import EngineDied
-from protocol.http.acceptor import raise_file_limit
 from protocol.http.server import HttpServer, drop_unresponsive_clients
 from protocol.ipc.wire import bind
 from protocol.process import lifecycle
-from protocol.process.logging import open_standard_streams, setup_logging
 from protocol.settings.machine import cluster_secret
-from protocol.settings.settings import EngineSettings, describe
+from protocol.settings.settings import EngineSettings
 
 logger = logging.getLogger("baton.serve")
 
@@ -51,6 +51,8 @@ RANK_MODULE = "engine.worker.worker"  # run by each rank process
 _RESOLVER_THREAD = "resolve-model"
 _LISTEN_BACKLOG = 2048
 
+START_ERRORS = (StartFailure, EngineDied, ValueError, OSError)
+
 HooksFactory = Callable[[bytes], ServerHooks]  # its argument is the cluster secret
 
 
@@ -64,24 +66,14 @@ def run_server(
         hooks: makes the server's hooks, which implement the prefill or decode leg.
         module: the module that each rank process runs.
     """
-    open_standard_streams()
-    lifecycle.watch_parent()
-    setup_logging(
-        settings.role, level=settings.log_level, log_format=settings.log_format
-    )
-    raise_file_limit()
-    logger.info("settings %s", describe(settings))
-
-    if settings.nnodes > 1:
-        lifecycle.report_failure("--nnodes is not supported yet: use --nnodes 1")
-        return 1
+    prepare_process(settings)
 
     async def run() -> int:
         return await _Server(settings, module, hooks).run()
 
     try:
         return uvloop.run(run())
-    except (StartFailure, EngineDied, ValueError, OSError) as error:
+    except START_ERRORS as error:
         lifecycle.report_failure(_describe_failure(error))
         if any(
             thread.name.startswith(_RESOLVER_THREAD) for thread in threading.enumerate()
@@ -91,7 +83,7 @@ def run_server(
         return 1
 
 
-def _describe_failure(error: Exception) -> str:
+def _describe_failure(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
@@ -126,6 +118,14 @@ class _Server:
             lifespan="off",
         )
         self.processes = EngineProcesses(module, self._engine_ended)
+        self.nodes = nodes_of(
+            settings, self.secret, self._engine_ended, self._on_node_leaving
+        )
+        # Whether another node was asked to stop. A service manager then stops this node
+        # too, and this signal must not count as the second one.
+        self._stops_with_node = False
+        # Whether the engine ends because the server has been drained.
+        self._ends_in_order = False
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
         self.stop_requested: asyncio.Future[None] = self.loop.create_future()
@@ -139,6 +139,7 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             self.loop.add_signal_handler(number, self._on_signal)
         try:
+            await self._await_unless_stopped(asyncio.to_thread(self.nodes.open))
             listener = bind(self.settings.host, self.settings.port)
             listener.listen(_LISTEN_BACKLOG)
             drop_unresponsive_clients(listener, self.settings.client_timeout_s)
@@ -150,26 +151,51 @@ class _Server:
                     self.server.should_exit = True
                     self.server.force_exit = True
                     await serving
+        except START_ERRORS as error:
+            # The other nodes report the same reason.
+            raise StartFailure(self.nodes.fail(_describe_failure(error))) from error
+        except BaseException as error:
+            self.nodes.fail(f"node 0 failed: {_describe_failure(error)}")
+            raise
         finally:
-            await asyncio.to_thread(self.processes.stop, self.settings.shutdown_grace_s)
+            await asyncio.to_thread(self._end_processes)
+
+    def _end_processes(self) -> None:
+        grace_s = self.settings.shutdown_grace_s
+        if self.settings.nnodes > 1 and self.failure.done():
+            grace_s = min(grace_s, FAILED_GRACE_S)
+        self.processes.stop(grace_s)
+        self.nodes.close(lingers=not self.stop_requested.done())
 
     def _on_signal(self) -> None:
         """Starts an orderly shutdown. A signal during a shutdown kills all processes
         immediately."""
-        if self.stop_requested.done():
+        if self.stop_requested.done() and not self._stops_with_node:
             self.processes.kill()
             lifecycle.report_failure("received a signal during the shutdown: killed")
             lifecycle.exit_now(_KILLED_STATUS)
+        self._stops_with_node = False
         self._request_stop()
 
     def _request_stop(self) -> None:
         if not self.stop_requested.done():
             self.stop_requested.set_result(None)
 
+    def _on_node_leaving(self) -> None:
+        def stop() -> None:
+            self._stops_with_node = not self.stop_requested.done()
+            self._request_stop()
+
+        self.loop.call_soon_threadsafe(stop)
+
     def _engine_ended(self, reason: str) -> None:
+        shared_reason = reason
+        if not self._ends_in_order:
+            shared_reason = self.nodes.fail(reason)
+
         def set_failure() -> None:
             if not self.failure.done():
-                self.failure.set_result(reason)
+                self.failure.set_result(shared_reason)
 
         self.loop.call_soon_threadsafe(set_failure)
 
@@ -186,7 +212,10 @@ class _Server:
         client.progress = "looking for the model"
         model_dir = await self._await_unless_stopped(self._resolve_model())
         prepared = prepare(self.settings, self.secret, model_dir)
-        with self.processes.start(prepared.config) as link:
+        launch = await self._await_unless_stopped(
+            asyncio.to_thread(self.nodes.meet, prepared, self._report_progress)
+        )
+        with self.processes.start(launch) as link:
             self._report_progress("loading the model")
             # The tokenizer is read while the weights load, so that errors in its files
             # are reported early.
@@ -253,10 +282,12 @@ class _Server:
         gc.freeze()
         url = f"{self.api.access.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, url)
-        geometry = client.require_ready().geometry
+        # Without a ready message, the engine has failed: `failure` follows.
+        geometry = client.ready.geometry if client.ready else {}
         lifecycle.report_ready(
-            {"port": port, "side_channel_port": geometry["side_channel_port"]}
+            {"port": port, "side_channel_port": geometry.get("side_channel_port", 0)}
         )
+        self.nodes.set_ready()
         unregister = self._register(port, client)
         watching = asyncio.ensure_future(self._watch_for_hang(client))
         await _wait_for_first(serving, self.stop_requested, self.failure)
@@ -274,6 +305,7 @@ class _Server:
         if failure is not None:
             # Clients receive this error instead of the error about the shutdown.
             client.fail(failure)
+        self._ends_in_order = failure is None
         # Ends the engine, and ends every open request with an error.
         await client.close()
         await serving

@@ -91,17 +91,24 @@ class Parallel(Ranks):
         rank: int,
         size: int,
         *,
-        rendezvous_file: str,
+        rendezvous_file: str = "",
+        store: Any = None,
+        host: str = "127.0.0.1",
+        interface: str | None = None,
         device: torch.device | str = "cpu",
         dcp: int = 1,
         ep: int = 1,
         timeout_s: float = 60.0,
     ) -> "Parallel":
-        """Joins a group of processes on this host; blocks until all ranks have joined.
+        """Joins a group of processes; blocks until all ranks have joined.
 
         Args:
-            rendezvous_file: path of the file through which the ranks find each other.
-                The file must not exist before the first rank joins.
+            rendezvous_file: path of the file through which ranks of one host find each
+                other. The file must not exist before the first rank joins.
+            store: the store through which the ranks find each other (`tcp_store`);
+                None: `rendezvous_file`.
+            host: the address of this host to which gloo of other ranks connects.
+            interface: the network interface that gloo uses; None: that of `host`.
             device: "cpu" selects gloo, "cuda:N" selects NCCL on that GPU.
             dcp: size of the context-parallel groups, a divisor of `size`.
             ep: number of parts into which the experts are divided, a divisor of `size`.
@@ -109,10 +116,16 @@ class Parallel(Ranks):
         """
         if size == 1:
             return cls(rank, size)
-        store = distributed.FileStore(rendezvous_file, size)
+        if store is None:
+            store = distributed.FileStore(rendezvous_file, size)
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
-        make_group = partial(_make_group, device=torch.device(device), timeout=timeout)
+        make_group = partial(
+            _make_group,
+            device=torch.device(device),
+            address={"interface": interface} if interface else {"hostname": host},
+            timeout=timeout,
+        )
         group = make_group(store, rank, size)
         if dcp == 1:
             return cls(rank, size, group, ep=ep)
@@ -152,8 +165,35 @@ class Parallel(Ranks):
                 group.shutdown()
 
 
+def tcp_store(
+    host: str, port: int, size: int, *, listen_fd: int | None, timeout_s: float = 60.0
+) -> Any:
+    """Returns a store through which ranks on several hosts find each other.
+
+    Args:
+        host, port: where rank 0 serves the store.
+        listen_fd: on rank 0, the descriptor of the socket that listens there; None on
+            other ranks.
+    """
+    return distributed.TCPStore(
+        host,
+        port,
+        size,
+        is_master=listen_fd is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+
+
 def _make_group(
-    store: Any, rank: int, size: int, *, device: torch.device, timeout: timedelta
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    address: dict[str, str],
+    timeout: timedelta,
 ) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -166,7 +206,5 @@ def _make_group(
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = timeout
     # By default gloo binds to the address of the host name, which may be unreachable.
-    options._devices = [
-        distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    ]
+    options._devices = [distributed.ProcessGroupGloo.create_device(**address)]
     return distributed.ProcessGroupGloo(store, rank, size, options)

@@ -11,10 +11,10 @@ from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.geometry import read_config
 from engine.process.transport import EngineTransport
 from engine.text.grammar import GrammarCompiler
-from engine.worker.load import describe_failure, explaining_failures
+from engine.worker.load import CannotStart, describe_failure, explaining_failures
 from engine.worker.memory import decide_max_model_len
 from engine.worker.rank import Rank
-from engine.worker.ranks import RankExecutor, RankLinks
+from engine.worker.ranks import RankExecutor, RankLinks, let_other_nodes_report
 from protocol.handshake import (
     DIGEST_VERSION,
     PROTOCOL_VERSION,
@@ -42,6 +42,8 @@ def lead(
             core, rank, ready = _build(config, links, transport)
     except Exception as error:
         ignore_alarm()
+        if config.nnodes > 1 and not isinstance(error, CannotStart):
+            let_other_nodes_report()
         transport.send(EngineFailed(describe_failure(error)))
         transport.close()
         raise

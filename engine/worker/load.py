@@ -220,7 +220,7 @@ def check_devices(config: EngineConfig) -> None:
             "--device is cuda, but torch finds no GPU on this machine: use --device cpu"
         )
     count = torch.cuda.device_count()
-    for rank, index in enumerate(config.devices):
+    for rank, index in enumerate(config.devices, config.node_ranks.start):
         if index >= count:
             raise ValueError(
                 f"rank {rank} is to run on GPU {index}, but this machine has {count} "
@@ -241,7 +241,7 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
             "processes cannot map, so they could not pull KV from this server: unset "
             "PYTORCH_CUDA_ALLOC_CONF"
         )
-    device = torch.device("cuda", config.devices[rank])
+    device = torch.device("cuda", config.device_of(rank))
     torch.cuda.set_device(device)
     # Steps have a higher priority than the pulls of this process, which use streams of
     # priority 0. So pulls do not slow down steps.

@@ -2,6 +2,7 @@
 order."""
 
 import gc
+import os
 from collections.abc import Callable
 
 from engine.config import EngineConfig
@@ -16,7 +17,7 @@ from kvcache.prefault import PrefaultThread
 from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig
-from model.parallel import Parallel
+from model.parallel import Parallel, tcp_store
 from model.sizes import fingerprint
 from protocol.handshake import CompatRecord, RankMetadata
 from protocol.settings.machine import free_host_bytes
@@ -49,6 +50,8 @@ class Rank:
         parallel = _connect_ranks(config, rank, links)
         self.runner = ModelRunner(config, model_config, parallel, report)
         self._number = rank
+        self._node_ranks = config.node_ranks
+        self._has_other_nodes = config.nnodes > 1
         report("sizing the KV pool")
         self.pool_size = measure_pool_size(config, model_config, self.runner)
         self.num_blocks = links.agree(self.pool_size.num_blocks, int, min)
@@ -75,15 +78,20 @@ class Rank:
             is_busy=lambda: step_watch.is_busy,
         )
         self.metadata = _share_metadata(
-            links, describe_pool(pool, rank, agent.metadata())
+            links, describe_pool(pool, rank, agent.metadata(), _host_of(config))
         )
         self.service.start()
 
     def raise_if_rank_lost(self, error: Exception) -> None:
         """Raises RankLost if `error`, which this rank raised, was caused by the exit of
         another rank."""
-        pids = [metadata.pid for metadata in self.metadata]
-        ranks.raise_if_rank_lost(error, self._number, pids)
+        pids = [
+            metadata.pid if metadata.rank in self._node_ranks else None
+            for metadata in self.metadata
+        ]
+        ranks.raise_if_rank_lost(
+            error, self._number, pids, has_other_nodes=self._has_other_nodes
+        )
 
     @staticmethod
     def set_ready() -> None:
@@ -110,7 +118,7 @@ def measure_pool_size(
     if config.device == "cuda":
         free_bytes = kv_budget_bytes(runner) - reserved_bytes(config)
     else:
-        free_bytes = free_host_bytes() // config.tp
+        free_bytes = free_host_bytes() // config.ranks_per_node
     return size_pool(
         config,
         block_bytes=block_bytes(config, model_config),
@@ -131,17 +139,35 @@ def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetada
     return sorted(shared, key=lambda metadata: metadata.rank)
 
 
+def _host_of(config: EngineConfig) -> str:
+    """The address of this rank's host, for peers."""
+    return config.node_host or config.side_channel_advertise
+
+
 def _connect_ranks(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
     device: str = config.device
     if config.device == "cuda":
-        device = f"cuda:{config.devices[rank]}"
+        device = f"cuda:{config.device_of(rank)}"
     # Wait here until all ranks have started: the links wait ten minutes for them, but
     # the process group waits only one minute.
     links.agree(0, int, max)
+    store = None
+    interface = None
+    if config.nnodes > 1:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        store = tcp_store(
+            config.rendezvous_address[0],
+            config.store_port,
+            config.tp,
+            listen_fd=None if rank else config.store_fd,
+        )
     return Parallel.connect(
         rank,
         config.tp,
         rendezvous_file=config.rendezvous_file,
+        store=store,
+        host=config.node_host or "127.0.0.1",
+        interface=interface,
         device=device,
         dcp=config.dcp,
         ep=config.ep,

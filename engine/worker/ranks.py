@@ -1,5 +1,8 @@
 """The links between the ranks of an engine: sockets from rank 0 to every other rank.
 
+The sockets to ranks of other hosts are TCP connections, which engine/nodes has
+authenticated before this process started.
+
 During the start, the ranks agree on values: that all have started, the number of blocks
 that all can hold, and where each rank's KV is. Each rank sends its value to rank 0,
 which sends the combined value to all ranks. After the start, rank 0 sends steps. An
@@ -34,6 +37,7 @@ _JOIN_TIMEOUT_S = 600.0  # includes loading the model
 # How long a failed rank waits before it checks whether another rank is exiting. A
 # collective may fail a little before the exit of the other rank is visible.
 _EXIT_DELAY_S = 0.1
+_OTHER_NODES_DELAY_S = 2.0  # see let_other_nodes_report
 _TEARDOWN_TIMEOUT_S = 10.0  # longest wait for the exit of another rank
 _PF_EXITING = 0x4  # Linux's flag of a process that is exiting
 
@@ -159,7 +163,11 @@ class RankExecutor:
 
 
 def raise_if_rank_lost(
-    error: Exception, failed_rank: int, pids: Sequence[int | None]
+    error: Exception,
+    failed_rank: int,
+    pids: Sequence[int | None],
+    *,
+    has_other_nodes: bool = False,
 ) -> None:
     """Raises RankLost from `error` if another rank has exited or is exiting, because
     the exit has then caused the error.
@@ -170,9 +178,13 @@ def raise_if_rank_lost(
     Args:
         error: the error that the failed rank raised.
         failed_rank: the number of the rank in this process.
-        pids: process ids, by rank.
+        pids: process ids, by rank; None for ranks of other nodes.
+        has_other_nodes: whether the engine has ranks on other nodes.
     """
-    time.sleep(_EXIT_DELAY_S)
+    if has_other_nodes:
+        let_other_nodes_report()
+    else:
+        time.sleep(_EXIT_DELAY_S)
     for rank, pid in enumerate(pids):
         if rank == failed_rank or pid is None or not is_exiting(pid):
             continue
@@ -181,6 +193,12 @@ def raise_if_rank_lost(
             poller.register(process, select.POLLIN)
             poller.poll(_TEARDOWN_TIMEOUT_S * 1000)
         raise RankLost(f"rank {rank} has ended") from error
+
+
+def let_other_nodes_report() -> None:
+    """Waits before this rank reports an error. If a rank on another node has caused the
+    error, its node reports the cause first."""
+    time.sleep(_OTHER_NODES_DELAY_S)
 
 
 def is_exiting(pid: int) -> bool:

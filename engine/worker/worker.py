@@ -25,7 +25,7 @@ from engine.worker.load import (
     explaining_failures,
 )
 from engine.worker.rank import Rank
-from engine.worker.ranks import RankLinks
+from engine.worker.ranks import RankLinks, let_other_nodes_report
 from protocol.process import lifecycle
 from protocol.process.alarm import end_on_alarm, ignore_alarm
 from protocol.process.logging import setup_logging
@@ -81,9 +81,14 @@ def main() -> None:
 
 def _follow(config: EngineConfig, number: int, sockets: list[socket.socket]) -> None:
     links = RankLinks(number, sockets)
-    with explaining_failures():
-        model_config = read_config(config.model_dir, config)
-        rank = Rank(config, model_config, number, links)
+    try:
+        with explaining_failures():
+            model_config = read_config(config.model_dir, config)
+            rank = Rank(config, model_config, number, links)
+    except Exception as error:
+        if config.nnodes > 1 and not isinstance(error, CannotStart):
+            let_other_nodes_report()
+        raise
     rank.set_ready()
     try:
         links.run_steps(rank.runner)

@@ -129,6 +129,11 @@ class Wire:
         except OSError:
             return True
 
+    def shut_down(self, how: int) -> None:
+        """Ends a direction of the connection, or both: socket.SHUT_WR, SHUT_RDWR."""
+        with suppress(OSError):
+            self._socket.shutdown(how)
+
     def close(self) -> None:
         self._socket.close()
 

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from attention.support import UnsupportedPool
-from engine.config import EngineConfig
 from engine.http.api import ServerHooks
 from engine.prepare import StartFailure, _devices, engine_config
+from engine.process.launch import Launch
 from engine.serve import _describe_failure, _Server
 from engine.text.tokenizer import Tokenizer
 from model.config import load_config
@@ -253,7 +253,7 @@ class _Started(Exception):
 async def test_model_that_no_backend_serves_is_refused_before_ranks_start(
     monkeypatch, device, has_gpu, refusal
 ):
-    def start(config: EngineConfig) -> None:
+    def start(launch: Launch) -> None:
         raise _Started
 
     monkeypatch.setattr("engine.prepare._has_gpu", lambda: has_gpu)
@@ -284,7 +284,7 @@ async def test_wrong_options_are_reported_before_the_weights_are_loaded(
             message = r"tokenizer\.json"
         never_ready: list[socket.socket] = []
 
-        def start(config: EngineConfig) -> socket.socket:
+        def start(launch: Launch) -> socket.socket:
             link, engine = socket.socketpair()
             never_ready.append(engine)
             return link

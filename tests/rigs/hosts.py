@@ -85,17 +85,29 @@ class Hosts:
         holder.kill()
         holder.wait()
 
-    def start(self, name: str, module: str, *argv: str, **env: str) -> Server:
-        """Start a server on a host."""
-        folder = self._folder / name
+    def start(
+        self, host: str, module: str, *argv: str, name: str | None = None, **env: str
+    ) -> Server:
+        """Start a server on a host.
+
+        Args:
+            name: name of the server; None: the name of the host.
+        """
+        folder = self._folder / host
         folder.mkdir(exist_ok=True)
-        with self.inside(name):
+        with self.inside(host):
             env |= {"TMPDIR": str(folder)}
             server = start(
-                module, "--host", "0.0.0.0", *argv, name=name, wrapper=_UNSHARE, **env
+                module,
+                "--host",
+                "0.0.0.0",
+                *argv,
+                name=name or host,
+                wrapper=_UNSHARE,
+                **env,
             )
         self._servers.append(server)
-        return replace(server, host=self.address(name))
+        return replace(server, host=self.address(host))
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from engine.http.api import ServerHooks
 from engine.http.legs.decode_leg import DecodeLeg
 from engine.http.legs.prefill_leg import PrefillLeg
-from engine.serve import run_server
+from engine.nodes.member import run_member
+from engine.serve import RANK_MODULE, run_server
 from protocol import kv_offers, kv_params
 from protocol.errors import KVParamsRejected
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
@@ -27,7 +28,8 @@ def serve(
     *,
     prog: str,
 ) -> int:
-    """Run a server until a signal or POST /drain ends it.
+    """Run a server, or the ranks of one of its nodes, until a signal or POST /drain
+    ends it.
 
     Args:
         settings_class: the server's options and their defaults.
@@ -38,6 +40,8 @@ def serve(
         The process's exit status.
     """
     settings = parse(settings_class, argv, prog=prog)
+    if settings.node_rank > 0:
+        run_member(settings, RANK_MODULE)
 
     def make_hooks(secret: bytes) -> ServerHooks:
         return EitherLeg(

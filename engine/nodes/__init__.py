@@ -1,0 +1,1 @@
+"""Nodes: the hosts on which the ranks of one server run."""

@@ -1,0 +1,66 @@
+"""The nodes of a server as its main program sees them, on node 0."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from engine.prepare import Prepared
+from engine.process.launch import Launch
+
+
+class Nodes(ABC):
+    """The nodes of one server. Only `open` and `meet` wait for other nodes."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Begins to accept other nodes. Raises StartFailure if that is impossible."""
+
+    @abstractmethod
+    def meet(self, prepared: Prepared, report: Callable[[str], None]) -> Launch:
+        """Waits until all nodes are prepared and agree.
+
+        Args:
+            report: called with descriptions of the progress.
+
+        Raises:
+            StartFailure: a node is missing or has failed, or the nodes differ.
+        """
+
+    @abstractmethod
+    def set_ready(self) -> None:
+        """Reports to the other nodes that the server is ready."""
+
+    @abstractmethod
+    def fail(self, reason: str) -> str:
+        """Ends the server on all nodes. Any thread may call this.
+
+        Returns:
+            The reason that all nodes report: that of the first call.
+        """
+
+    @abstractmethod
+    def close(self, *, lingers: bool) -> None:
+        """Ends the other nodes, in order unless `fail` was called.
+
+        Args:
+            lingers: after a failure at the start, wait shortly for nodes that have not
+                joined, and report the reason to them.
+        """
+
+
+class SingleNode(Nodes):
+    """A server that runs on one node."""
+
+    def open(self) -> None:
+        pass
+
+    def meet(self, prepared: Prepared, report: Callable[[str], None]) -> Launch:
+        return Launch(prepared.config)
+
+    def set_ready(self) -> None:
+        pass
+
+    def fail(self, reason: str) -> str:
+        return reason
+
+    def close(self, *, lingers: bool) -> None:
+        pass

@@ -1,0 +1,161 @@
+"""A connection between node 0 and another node, with a thread that watches it."""
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from engine.nodes.messages import (
+    BadGreeting,
+    Heartbeat,
+    Message,
+    label_of,
+    seal,
+    unseal,
+)
+from protocol.ipc.wire import Wire, WireClosed
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
+
+_MAX_MESSAGE_BYTES = 1 << 22
+_CLOSE_TIMEOUT_S = 1.0  # longest wait in `close` for the peer
+_CHECKS = 5  # checks for a message, and heartbeats, within a timeout
+
+
+class NodeLink:
+    """One end of an authenticated connection between two nodes.
+
+    Both ends send heartbeats. The link is lost if the connection breaks, or if the peer
+    is silent for the timeout. Any thread may call `send` and `close`.
+
+    Args:
+        sock: the connected socket.
+        key: the key of the connection.
+        node_rank: the number of this node.
+        peer: the peer in messages, such as "node 1 (10.0.0.2)".
+        timeout_s: see --node-timeout-s.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        key: bytes,
+        *,
+        node_rank: int,
+        peer_rank: int,
+        peer: str,
+        timeout_s: float,
+    ) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer
+        self.local_host = str(sock.getsockname()[0])
+        self._wire = Wire(sock, _MAX_MESSAGE_BYTES)
+        self._key = key
+        self._label = label_of(node_rank)
+        self._peer_label = label_of(peer_rank)
+        self._timeout_s = timeout_s
+        self._interval_s = timeout_s / _CHECKS
+        self._num_sent = 0
+        self._num_received = 0
+        self._sent_at_s = time.monotonic()
+        self._lock = threading.Lock()  # guards the wire's sending side
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]
+    ) -> None:
+        """Starts the thread, which calls `on_message` with each message.
+
+        If the link is lost before `close`, it calls `on_lost` with the reason."""
+
+        def run() -> None:
+            try:
+                self._watch(on_message)
+            except (WireClosed, BadGreeting, OSError, ValueError) as error:
+                with self._lock:
+                    is_lost = not self._is_closed
+                    self._is_closed = True
+                    self._wire.close()
+                if is_lost:
+                    on_lost(f"{self.peer} is lost: {error}")
+
+        with self._lock:
+            if not self._is_closed:
+                thread = threading.Thread(target=run, name="node-link", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def send(self, message: Message) -> None:
+        """Sends a message without waiting. A lost connection is reported by the
+        thread."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._wire.queue(seal(message, self._key, self._label, self._num_sent))
+            self._num_sent += 1
+            self._sent_at_s = time.monotonic()
+            self._flush()
+
+    def close(self) -> None:
+        """Closes the connection. Waits shortly until the peer has closed it too.
+
+        Without the wait, the last messages on their way to the peer could be lost."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._flush()
+            self._wire.shut_down(socket.SHUT_WR)
+        if self._thread is None:
+            self._wire.close()
+        else:  # the thread closes the socket
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            self._wire.shut_down(socket.SHUT_RDWR)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _flush(self) -> None:
+        try:
+            self._wire.flush()
+        except WireClosed as error:
+            logger.debug("%s: %s", self.peer, error)  # `_watch` reports it
+
+    def _watch(self, on_message: Callable[[Message], None]) -> None:
+        """Passes on messages until the link is lost or closed.
+
+        The peer's silence is measured in checks instead of seconds: if this process or
+        the whole machine was stopped for a while, no checks were made.
+        """
+        poll = select.poll()
+        poll.register(self._wire, select.POLLIN)
+        num_silent = 0
+        while True:
+            if time.monotonic() - self._sent_at_s >= self._interval_s:
+                self.send(Heartbeat())
+            ready = poll.poll(self._interval_s * 1000)
+            if not ready:
+                num_silent += 1
+                if num_silent >= _CHECKS:
+                    raise WireClosed(
+                        f"it sent nothing for {self._timeout_s:g} s "
+                        "(--node-timeout-s), so its host or the network between the "
+                        "nodes is down"
+                    )
+                continue
+            num_silent = 0
+            for frame in self._receive():
+                message = unseal(frame, self._key, self._peer_label, self._num_received)
+                self._num_received += 1
+                if not (self._is_closed or isinstance(message, Heartbeat)):
+                    on_message(message)
+
+    def _receive(self) -> list[bytes]:
+        try:
+            return self._wire.receive()
+        except WireClosed as error:
+            raise WireClosed(
+                f"its connection ended ({error}), so its processes have ended or its "
+                "host is down; see its log"
+            ) from error

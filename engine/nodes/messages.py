@@ -1,0 +1,258 @@
+"""Messages between the nodes of one server, and how a connection begins.
+
+Every connection goes from another node to node 0, at --rendezvous. It begins with:
+
+    node N -> node 0: Hello      which connection this is, and a nonce
+    node 0 -> node N: Challenge  a nonce, and the proof that node 0 has the secret
+    node N -> node 0: Proof      the proof that node N has the secret
+
+A proof is an HMAC of both nonces with the cluster secret as its key. A connection for a
+rank (`Hello.rank`) then belongs to that rank and carries the rank's own messages. On
+the other connections, each message has a MAC with a key of this connection, and the MAC
+covers the number of the message.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from protocol.ipc.wire import framed
+from protocol.version import VERSION
+
+# Largest frame before the sender has proved that it has the secret.
+_MAX_GREETING_BYTES = 4096
+_MAC_BYTES = 32
+_NONCE_BYTES = 16
+_FROM_NODE_0 = b"baton node 0\0"
+_TO_NODE_0 = b"baton node N\0"
+_SESSION_KEY = b"baton node session\0"
+
+_Nonce = Annotated[bytes, Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+_T = TypeVar("_T")
+_ShortText = Annotated[str, Meta(max_length=128)]
+# Two connections for each rank: for steps, and for pulls (engine/worker/ranks.py).
+Channel = Literal["steps", "pulls"]
+CHANNELS: tuple[Channel, ...] = ("steps", "pulls")
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="baton-node"):
+    """The first message of a connection.
+
+    Attributes:
+        rank: The rank that the connection is for. None: for the node itself.
+        session: The incarnation of the engine, on a connection for a rank.
+    """
+
+    version: _ShortText
+    node_rank: Annotated[int, Meta(ge=0, le=63)]
+    nnodes: Annotated[int, Meta(ge=1, le=64)]
+    nonce: _Nonce
+    rank: int | None = None
+    channel: Channel = "steps"
+    session: _ShortText = ""
+
+
+class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
+    version: _ShortText
+    nnodes: Annotated[int, Meta(ge=1, le=64)]
+    nonce: _Nonce
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True, tag="proof"):
+    proof: bytes
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
+    """What must be equal on all nodes; see agreement.py.
+
+    Attributes:
+        fingerprint: The fingerprint of config and weights.
+        model: The model and revision, for messages.
+        options: The values of options, by name.
+    """
+
+    fingerprint: str
+    model: str
+    options: dict[str, str]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Node 0 asks a node to start its ranks.
+
+    Attributes:
+        store_port: The port on node 0 of the store through which the collectives
+            connect.
+    """
+
+    engine_id: str
+    incarnation: str
+    store_port: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Node 0 reports that the server is ready."""
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """A node was asked to stop. Node 0 then drains the server."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Node 0 has ended the server in order."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The server ends. Every node reports `reason`."""
+
+    reason: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"): ...
+
+
+Message = NodeReport | Start | Ready | Leaving | Stop | Failed | Heartbeat
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class BadGreeting(Exception):
+    """The peer does not follow the protocol of this file."""
+
+
+class Disagreement(Exception):
+    """Two nodes do not belong together. Both nodes report the same message."""
+
+
+def greet(sock: socket.socket, hello: Hello, secret: bytes) -> bytes:
+    """Begins a connection to node 0. Returns the key of the connection.
+
+    Raises:
+        Disagreement: the nodes have different versions, secrets or --nnodes.
+        BadGreeting, OSError: the peer is not node 0, or the connection is lost.
+    """
+    hello_frame = msgspec.msgpack.encode(hello)
+    sock.sendall(framed(hello_frame))
+    challenge = _decode(_receive_frame(sock), Challenge)
+    check_versions(challenge.version, challenge.nnodes, hello)
+    transcript = hello_frame + challenge.nonce
+    proof = _mac(secret, _TO_NODE_0, transcript)
+    # The proof is sent even if node 0 has a different secret, so that node 0 notices.
+    sock.sendall(framed(msgspec.msgpack.encode(Proof(proof=proof))))
+    if not hmac.compare_digest(challenge.proof, _mac(secret, _FROM_NODE_0, transcript)):
+        raise Disagreement(different_secrets(hello.node_rank))
+    return _mac(secret, _SESSION_KEY, transcript)
+
+
+def receive_greeting(
+    sock: socket.socket, secret: bytes, nnodes: int
+) -> tuple[Hello, bytes]:
+    """Accepts a connection at node 0. Returns the peer's Hello and the key of the
+    connection. Raises the errors of `greet`."""
+    hello_frame = _receive_frame(sock)
+    hello = _decode(hello_frame, Hello)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    transcript = hello_frame + nonce
+    challenge = Challenge(
+        version=VERSION,
+        nnodes=nnodes,
+        nonce=nonce,
+        proof=_mac(secret, _FROM_NODE_0, transcript),
+    )
+    sock.sendall(framed(msgspec.msgpack.encode(challenge)))
+    check_versions(VERSION, nnodes, hello)
+    proof = _decode(_receive_frame(sock), Proof)
+    if not hmac.compare_digest(proof.proof, _mac(secret, _TO_NODE_0, transcript)):
+        raise Disagreement(different_secrets(hello.node_rank))
+    return hello, _mac(secret, _SESSION_KEY, transcript)
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(_NONCE_BYTES)
+
+
+def check_versions(version: str, nnodes: int, hello: Hello) -> None:
+    """Raises Disagreement if node 0 and the node of `hello` differ.
+
+    Args:
+        version, nnodes: the values of node 0.
+    """
+    if version != hello.version:
+        raise Disagreement(
+            f"nodes 0 and {hello.node_rank} have different versions of Baton: "
+            f"{version} and {hello.version}; install the same version on all nodes"
+        )
+    if nnodes != hello.nnodes:
+        raise Disagreement(
+            f"nodes 0 and {hello.node_rank} differ in --nnodes: {nnodes} on node 0, "
+            f"{hello.nnodes} on node {hello.node_rank}; give every node the same "
+            "options except --node-rank"
+        )
+
+
+def different_secrets(node_rank: int) -> str:
+    return (
+        f"nodes 0 and {node_rank} have different cluster secrets; set "
+        "BATON_CLUSTER_SECRET to the same text on all nodes (openssl rand -hex 32)"
+    )
+
+
+def seal(message: Message, key: bytes, label: bytes, number: int) -> bytes:
+    """Returns a message with its MAC in front.
+
+    Args:
+        key: the key of the connection.
+        label: names the direction, so that a message is not valid if it is sent back.
+        number: how many messages were sent before in this direction.
+    """
+    payload = msgspec.msgpack.encode(message)
+    return _mac(key, label, number.to_bytes(8) + payload) + payload
+
+
+def unseal(frame: bytes, key: bytes, label: bytes, number: int) -> Message:
+    """Returns the message of a frame. Raises BadGreeting if it is not authentic."""
+    payload = frame[_MAC_BYTES:]
+    expected_mac = _mac(key, label, number.to_bytes(8) + payload)
+    if not hmac.compare_digest(frame[:_MAC_BYTES], expected_mac):
+        raise BadGreeting("a message has a wrong signature")
+    try:
+        return _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise BadGreeting(f"a message is malformed: {error}") from error
+
+
+def label_of(node_rank: int) -> bytes:
+    """The label of messages from a node."""
+    return _TO_NODE_0 if node_rank else _FROM_NODE_0
+
+
+def _mac(key: bytes, label: bytes, content: bytes) -> bytes:
+    return hmac.digest(key, label + content, hashlib.sha256)
+
+
+def _decode(frame: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadGreeting(f"a message is malformed: {error}") from error
+
+
+def _receive_frame(sock: socket.socket) -> bytes:
+    length = int.from_bytes(_receive_exactly(sock, 4), "little")
+    if length > _MAX_GREETING_BYTES:
+        raise BadGreeting("the peer is not a node of a server of Baton")
+    return _receive_exactly(sock, length)
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    content = b""
+    while len(content) < num_bytes:
+        part = sock.recv(num_bytes - len(content))
+        if not part:
+            raise BadGreeting("the peer closed the connection")
+        content += part
+    return content

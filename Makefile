@@ -63,6 +63,7 @@ test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (A
 
 test-all: lint  ## also the slow tests and kernels in an interpreter; the last line is JSON, for docs/performance.md
 	@mkdir -p build
+	@$(PY) -c 'import ray' 2>/dev/null || $(PIP) -e '.[ray]' $(BRIEFLY)
 	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) -e '.[kernels]' $(BRIEFLY)
 	@$(PY) -c 'import kubernetes_validate' 2>/dev/null || $(PIP) -e '.[manifests]' $(BRIEFLY)
 	@$(PY) -m tests.make_models > /dev/null

@@ -75,6 +75,11 @@ def server_indices(settings: LocalSettings) -> list[tuple[Kind, int]]:
     ]
 
 
+def option_prefix(settings: LocalSettings, kind: Kind) -> str:
+    """Returns the prefix of the options of a kind of server, such as "--decode."."""
+    return f"--{kind}." if len(settings.server_groups()) > 1 else "--"
+
+
 def server_command(
     settings: LocalSettings,
     kind: Kind,
@@ -101,7 +106,7 @@ def server_command(
     """
     groups = settings.server_groups()
     group = groups[kind]
-    prefix = f"--{group.option_prefix}"
+    prefix = option_prefix(settings, kind)
     name = f"{kind if len(groups) > 1 else 'server'}-{index}"
     # If the group has `tp` devices, its servers share them. If it has more, each server
     # has `tp` devices of its own. Without devices, no --devices is passed.

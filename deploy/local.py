@@ -123,8 +123,8 @@ def create_place(settings: LocalSettings, *, only_warm: bool) -> Place:
         )
     if find_spec("ray") is None:
         raise PlaceError(
-            "--on ray: Ray is not installed; install Baton with its extra `ray` here "
-            "and on every node"
+            "--on ray: Ray is not installed; run pip install 'baton-pd[ray]' here and "
+            "on every node"
         )
     # Imported here, because only this place needs Ray.
     from deploy.cluster.ray_place import RayPlace

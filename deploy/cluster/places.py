@@ -13,7 +13,8 @@ from protocol.process import lifecycle
 from protocol.settings.machine import available_cores
 
 # Called with the kind and the value of each Event of a process; see lifecycle.Event.
-# The value of "exited" does not matter.
+# The value of "exited" does not matter. A place may add "queued" (no machine has room
+# for the server now) and "placed" (it starts on a machine); the values are texts.
 OnEvent = Callable[[str, Any], None]
 
 

@@ -4,6 +4,7 @@ The server ends when its actor ends, for any reason (`protocol/process/lifecycle
 The driver reads the actor's events: the lines of the server and its lifecycle events.
 """
 
+import contextlib
 import os
 import platform
 import socket
@@ -51,17 +52,21 @@ class ServerActor:
         }
 
     def start(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str]
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], folder: str
     ) -> list[int]:
         """Starts the server.
 
         Args:
             argv: The command. Its first word, the interpreter, is replaced by that of
                 this node.
+            folder: The driver's working directory, to which paths in `argv` may be
+                relative. The server starts in it, if this node has it.
 
         Returns:
             The GPUs that Ray has reserved for the server.
         """
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
         host = ray.util.get_node_ip_address()
         words = [word.replace(NODE_HOST, host) for word in argv[1:]]
         gpus = [gpu for gpu in map(str, ray.get_gpu_ids()) if gpu.isdigit()]
@@ -87,8 +92,9 @@ class ServerActor:
             events: list[ServerEvent] = []
             while self._events and len(events) < MAX_EVENTS_PER_ANSWER:
                 event = self._events.popleft()
-                self._num_lines -= event[0] == "line"
                 events.append(event)
+                if event[0] == "line":
+                    self._num_lines -= 1
             if self._num_dropped and not self._events:
                 text = f"{self._num_dropped} lines were dropped: too many at once"
                 events.append(("line", text))

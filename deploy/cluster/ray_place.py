@@ -9,27 +9,37 @@ on one node, and each can be restarted while the others run. A decode server pre
 node of the prefill server with its number, because KV moves fastest within a node.
 """
 
+import contextlib
 import os
 import re
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.cluster.places import OnEvent, PlaceError
 from deploy.cluster.ray_actor import NODE_HOST, ServerActor, ServerEvent
-from deploy.commands import MIN_CORES_PER_SERVER, Command
+from deploy.commands import (
+    MIN_CORES_PER_SERVER,
+    SERVERS,
+    Command,
+    option_prefix,
+)
 from protocol.process import lifecycle
+from protocol.process.environment import SAFE_PATH, child_environment
 from protocol.process.log_lines import as_text
 from protocol.settings.settings import LocalSettings
 from protocol.version import VERSION
 
 NAMESPACE = "baton"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+CONNECT_TIMEOUT_S = 5.0  # for the head node of the cluster
 # Threads of an actor: one waits for events, and others start and signal the server.
 ACTOR_THREADS = 4
 EVENTS_TIMEOUT_S = 5.0  # how long an actor waits for an event before it answers
@@ -127,10 +137,11 @@ class RayPlace:
     def _options(self, bundle: dict[str, float]) -> str:
         """Returns the options on which a server's resources depend."""
         option = "tp" if bundle.get("GPU") else "threads"
-        prefixes = {
-            group.option_prefix for group in self._settings.server_groups().values()
-        }
-        return " and ".join(sorted(f"--{prefix}{option}" for prefix in prefixes))
+        groups = self._settings.server_groups()
+        prefixes = [
+            option_prefix(self._settings, kind) for kind in SERVERS if kind in groups
+        ]
+        return " and ".join(f"{prefix}{option}" for prefix in prefixes)
 
 
 class RayServer:
@@ -194,9 +205,7 @@ class RayServer:
     def _place_actor(self) -> None:
         """Reserves the server's resources, and starts the server in an actor."""
         bundle = self._place.resources(self._command)
-        self._on_event(
-            "progress", f"waiting for {_describe(bundle)} of the Ray cluster"
-        )
+        self._on_event("queued", f"waiting for {_describe(bundle)} of the Ray cluster")
         self._group = placement_group(
             [bundle],
             strategy="STRICT_PACK",
@@ -210,7 +219,6 @@ class RayServer:
             max_concurrency=ACTOR_THREADS,
             max_restarts=0,
         )(ServerActor)
-        self._on_event("progress", "starting an actor")
         actor = actor_class.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group)
         ).remote()
@@ -222,18 +230,19 @@ class RayServer:
                 f"this driver has {VERSION}; install the same version on all nodes"
             )
         self._place.note_node(self.name, description["node_id"])
-        self._on_event("progress", f"starting on {self._node}")
+        self._on_event("placed", f"starting on {self._node}")
         self._wait_for(
-            actor.start.remote(self.name, self._command.argv, self._command.env)
+            actor.start.remote(
+                self.name, self._command.argv, self._command.env, os.getcwd()
+            )
         )
         self._actor = actor
         if self._must_end.is_set():  # requested while the actor was None
             raise _EndRequested
 
     def _wait_for(self, reference: Any) -> Any:
-        """Returns the value of an object. Raises _EndRequested if the server must end.
-
-        The supervisor bounds this wait by --start-timeout-s.
+        """Returns the value of an object. Raises _EndRequested if the server must end,
+        as the supervisor decides.
         """
         while not self._must_end.is_set():
             try:
@@ -276,8 +285,8 @@ class RayServer:
         text = str(error)
         if isinstance(error, GetTimeoutError):
             cause = f"no answer from the Ray node {self._node}"
-        elif "node has died" in text or "node was terminated" in text:
-            cause = f"the Ray node {self._node} is lost"
+        elif isinstance(error, ActorUnavailableError) or "node has died" in text:
+            cause = f"the connection to the Ray node {self._node} is lost"
         elif "ModuleNotFoundError" in text:
             cause = (
                 "a Ray node cannot import Baton; install the same version on all nodes"
@@ -297,12 +306,14 @@ class _EndRequested(Exception):
 
 def _refuse_devices(settings: LocalSettings) -> None:
     """Raises PlaceError if the settings choose GPUs, which Ray does."""
-    for group in settings.server_groups().values():
-        if group.devices:
-            given = ",".join(map(str, group.devices))
+    groups = settings.server_groups()
+    for kind in SERVERS:
+        if kind in groups and groups[kind].devices:
+            given = ",".join(map(str, groups[kind].devices))
             raise PlaceError(
-                f"--{group.option_prefix}devices {given} cannot be combined with --on "
-                "ray, because Ray chooses the GPUs of each server: leave it out"
+                f"{option_prefix(settings, kind)}devices {given} cannot be combined "
+                "with --on ray, because Ray chooses the GPUs of each server: leave it "
+                "out"
             )
 
 
@@ -314,19 +325,47 @@ def _connect(address: str | None) -> None:
     """
     # Nodes with another patch release of Python can read what this process pickles.
     os.environ.setdefault(_MATCH_VARIABLE, "minor")
-    target = address or "auto"
+    address = address or os.environ.get(ADDRESS_VARIABLE) or "auto"
+    if address != "auto":
+        _check_reachable(address)
+    environ = child_environment()
+    # The actors import the same Baton as this process.
+    variables = {name: environ[name] for name in ("PYTHONPATH", SAFE_PATH)}
     try:
-        ray.init(
-            address=target,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        # Ray puts the working directory on the path of all actors, where a model.py
+        # would hide Baton's package `model`.
+        with contextlib.chdir("/"):
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level="ERROR",
+                runtime_env={"env_vars": variables},
+            )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise PlaceError(_explain_connection(str(error), address)) from None
 
 
-def _explain_connection(message: str, address: str | None) -> str:
+def _check_reachable(address: str) -> None:
+    """Raises PlaceError if nothing listens at HOST:PORT.
+
+    Ray itself would try for minutes.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise PlaceError(
+            f"{address} (--ray-address or RAY_ADDRESS) is not HOST:PORT, such as "
+            "10.0.0.3:6379"
+        )
+    try:
+        socket.create_connection(
+            (host.strip("[]"), int(port)), CONNECT_TIMEOUT_S
+        ).close()
+    except (OSError, OverflowError) as error:
+        raise PlaceError(_explain_connection(str(error), address)) from None
+
+
+def _explain_connection(message: str, address: str) -> str:
     versions = re.findall(r"(Ray|Python): (\S+)", message)
     if "Version mismatch" in message and len(versions) == 4:
         cluster = " and ".join(f"{name} {value}" for name, value in versions[:2])
@@ -336,7 +375,7 @@ def _explain_connection(message: str, address: str | None) -> str:
             "the same versions (pip install ray==VERSION), such as one image for all "
             "nodes"
         )
-    where = f"at {address} (--ray-address)" if address else "on this machine"
+    where = "on this machine" if address == "auto" else f"at {address}"
     cause = " ".join(message.split())
     return (
         f"no Ray cluster {where} can be used; start it by `ray start --head`, or give "

@@ -299,6 +299,8 @@ class Supervisor:
         match event.kind:
             case "progress" if part.state is State.STARTING:
                 part.progress = event.value
+            case "queued" | "placed" if part.state is State.STARTING:
+                self._on_placement(part, event.value, is_placed=event.kind == "placed")
             case "ready" if part.state is State.STARTING:
                 self._on_part_ready(part, event.value)
             case "request":
@@ -307,6 +309,18 @@ class Supervisor:
                 self._on_failure(part, event.value)
             case "exited":
                 self._on_exit(part)
+
+    def _on_placement(self, part: Part, progress: str, *, is_placed: bool) -> None:
+        """Handles that a part waits for a machine with room, or starts on one.
+
+        A restarted part may wait for as long as the cluster serves without it: the wait
+        for a new machine is not a failed restart.
+        """
+        part.progress = progress
+        if part.was_ready:
+            print_line(f"{part.name}: {progress}")
+            now = time.monotonic()
+            part.deadline = now + self.start_timeout_s if is_placed else _FOREVER
 
     def _on_part_ready(self, part: Part, info: dict[str, Any]) -> None:
         part.ports = {name: info[name] for name in info if name.endswith("port")}

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from deploy import local
+from deploy.cluster.places import PlaceError
 from deploy.cluster.restarts import RestartBudget
 from protocol.settings.settings import UpSettings, load
 from protocol.settings.sources import ConfigError
@@ -168,6 +170,14 @@ def test_ctrl_c_during_the_backoff_ends_the_cluster():
 def test_options_without_effect_are_refused(argv, problem):
     with pytest.raises(ConfigError, match=problem):
         load(UpSettings, argv)
+
+
+def test_ray_that_is_not_installed_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr(local, "find_spec", lambda _name: None)
+    with pytest.raises(PlaceError, match=r"pip install 'baton-pd\[ray\]'"):
+        local.create_place(load(UpSettings, ["--on=ray"]), only_warm=False)
+    with pytest.raises(PlaceError, match="run `baton warm` without --on ray"):
+        local.create_place(load(UpSettings, ["--on=ray"]), only_warm=True)
 
 
 # -- scaling

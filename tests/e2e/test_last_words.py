@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from protocol.process.logging import sender_of
+from protocol.process.log_lines import sender_of
 from tests.rigs.programs import BATON, child_pid, launched
 
 

@@ -1,0 +1,166 @@
+"""A Ray cluster of several nodes on this machine, each with processes of its own."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.ports import reserved_ports
+from tests.rigs.cluster import wait_until
+
+START_TIMEOUT_S = 120.0
+# A node gives up after 30 s if the machine is busy.
+MAX_STARTS = 3
+# These ports of a node are given, because several nodes share this machine.
+_PORT_OPTIONS = (
+    "--node-manager-port",
+    "--object-manager-port",
+    "--dashboard-agent-listen-port",
+    "--dashboard-agent-grpc-port",
+    "--runtime-env-agent-port",
+    "--metrics-export-port",
+)
+
+
+@dataclass
+class RayNode:
+    """One node: the process of `ray start --block`, and all its descendants."""
+
+    process: subprocess.Popen[bytes]
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def descendants(self) -> list[int]:
+        """Return the pids of all processes that run on this node."""
+        pids = [self.process.pid]
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    children = (task / "children").read_text().split()
+                    pids += [int(child) for child in children]
+        return pids
+
+    def has(self, *words: str) -> bool:
+        """Whether a process with all these words in its command line runs here."""
+        return any(
+            all(word in command for word in words)
+            for command in map(_command_line, self.descendants())
+        )
+
+    def kill(self) -> None:
+        """Kill every process of this node at once, as if the node lost its power."""
+        pids = self.descendants()
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self.process.wait()
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+@dataclass
+class RayCluster:
+    """A running Ray cluster.
+
+    Attributes:
+        address: HOST:PORT of the head node.
+        nodes: the nodes, the head first.
+        ports: reserved ports for further nodes.
+    """
+
+    address: str
+    ports: list[int]
+    nodes: list[RayNode] = field(default_factory=list)
+
+    def add_node(self, cpus: int, *role: str) -> RayNode:
+        """Start a node, and wait until it is part of the cluster.
+
+        Args:
+            cpus: the CPUs that Ray may reserve on the node.
+            role: options of the head node; none: the node joins the head.
+        """
+        num_alive = 0 if role else _num_alive(self.address)
+        argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        argv += role or ("--address", self.address)
+        argv += ["--num-cpus", str(cpus), "--num-gpus", "0", "--disable-usage-stats"]
+        argv += ["--object-store-memory", "80000000", "--node-ip-address", "127.0.0.1"]
+        for option in _PORT_OPTIONS:
+            argv += [option, str(self.ports.pop())]
+        # Workers do not share a port with the socket that reserves it.
+        argv += ["--min-worker-port", "0", "--max-worker-port", "0"]
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
+        for _ in range(MAX_STARTS):
+            process = subprocess.Popen(
+                argv, env=environ, stdout=subprocess.DEVNULL, start_new_session=True
+            )
+            node = RayNode(process)
+            self.nodes.append(node)
+            wait_until(
+                lambda: (
+                    _num_alive(self.address) > num_alive or not node.is_running()  # noqa: B023
+                ),
+                START_TIMEOUT_S,
+            )
+            if node.is_running():
+                return node
+            node.kill()  # what is left of it
+        raise AssertionError(f"Ray did not start a node in {MAX_STARTS} attempts")
+
+
+@contextlib.contextmanager
+def ray_cluster(cpus_of_nodes: list[int], num_spare: int) -> Iterator[RayCluster]:
+    """Start a head node and further nodes, and kill them when the block ends.
+
+    Args:
+        cpus_of_nodes: the CPUs that Ray may reserve on each node.
+        num_spare: number of nodes that the test may add.
+    """
+    # Ray's sockets lie in this folder, and their paths must be short.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    num_nodes = len(cpus_of_nodes) + num_spare
+    with reserved_ports(2 + len(_PORT_OPTIONS) * num_nodes) as ports:
+        port = str(ports.pop())
+        head = ["--head", "--port", port, "--temp-dir", folder]
+        head += ["--include-dashboard=false", "--ray-client-server-port"]
+        head += [str(ports.pop())]
+        cluster = RayCluster(f"127.0.0.1:{port}", ports)
+        try:
+            for index, cpus in enumerate(cpus_of_nodes):
+                cluster.add_node(cpus, *([] if index else head))
+            yield cluster
+        finally:
+            for node in reversed(cluster.nodes):
+                node.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _num_alive(address: str) -> int:
+    """Return the number of nodes that are alive; 0 if there is no cluster yet."""
+    script = (
+        "import ray, sys\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
+        "print('alive:', sum(node['Alive'] for node in ray.nodes()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, address],
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+    )
+    # Ray may print lines of its own.
+    matches = re.findall(r"alive: (\d+)", done.stdout)
+    return int(matches[0]) if matches else 0

@@ -38,7 +38,7 @@ DIGEST := $(shell (cat pyproject.toml constraints.txt; echo '$(EXTRAS)') | cksum
 SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
 TEST_STAMP := $(VENV)/.test-$(DIGEST)
 
-.PHONY: help serve warm setup test test-all test-gpu lint format manifests bench eval dist clean
+.PHONY: help serve warm setup test test-all test-gpu lint format manifests bench eval dist sbom clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -104,6 +104,17 @@ dist: $(SERVE_STAMP)  ## source distribution and wheel in dist/
 	@$(PIP) build $(BRIEFLY)
 	@rm -rf dist && $(PY) -m build --outdir dist . > build.log 2>&1 || { cat build.log >&2; exit 1; }
 	@rm build.log; ls dist/*
+
+# Of an environment that has the wheel alone, so that nothing for tests is in the list.
+sbom: dist  ## the wheel's dependencies with versions and licences, in dist/ (CycloneDX)
+	@rm -rf build/sbom && $(PY) -m venv --without-pip build/sbom
+	@$(subst -m pip,-m pip --python build/sbom/bin/python,$(PIP)) dist/*.whl $(BRIEFLY)
+	@$(PIP) cyclonedx-bom $(BRIEFLY)
+	@sed "s/^dynamic = .*/version = \"$$($(PY) -c 'from protocol.version import VERSION; print(VERSION)')\"/" \
+	  pyproject.toml > build/sbom/pyproject.toml
+	@$(VENV)/bin/cyclonedx-py environment --pyproject build/sbom/pyproject.toml --output-reproducible \
+	  --output-file dist/baton-pd.cdx.json build/sbom/bin/python
+	@rm -rf build/sbom; ls dist/*.json
 
 clean:  ## removes what make made, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

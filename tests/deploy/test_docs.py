@@ -58,6 +58,7 @@ FOREIGN_OPTIONS = {
     "--env-file",
     "--help",
     "--index-url",
+    "--deps",  # --no-deps of pip
     "--replicas",
 }
 # The settings class of each command, or a function that returns its argparse parser.

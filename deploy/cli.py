@@ -93,7 +93,7 @@ GROUPS = {
             options="deploy.plan:PlanSettings",
         ),
         "doctor": Command(
-            "how fast KV moves between servers on this machine, and what needs fixing",
+            "check running servers, or how fast KV moves on this machine",
             program="deploy.doctor:main",
             options="deploy.doctor:DoctorSettings",
         ),

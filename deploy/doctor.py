@@ -1,20 +1,26 @@
 """`baton doctor` measures how fast KV moves between servers on this machine.
 
+With URLs, it checks running proxies and servers instead (deploy/cluster_check).
+
 It also reports missing packages and unsuitable host settings. It creates KV and pulls
 the KV from one device to another, over the paths "mapped" and "nixl". It needs no model
 and no running server.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from kvcache.transports import GPU_FIX, Host, UcxRead, inspect_host, ucx_log
 from protocol.process.environment import safe_path
-from protocol.settings.options import DecodeOptions
+from protocol.settings import sources
+from protocol.settings.machine import MIN_SECRET_BYTES
+from protocol.settings.options import ApiKey, DecodeOptions, Seconds
 from protocol.settings.settings import BatonSettings, parse
 
 _BLOCK_TOKENS = 64
@@ -30,8 +36,17 @@ _MIN_MEMLOCK_BYTES = 64 << 30  # RDMA locks the whole KV pool in memory
 
 
 class DoctorSettings(BatonSettings):
-    """Measures how fast KV moves between servers here; reports what needs fixing."""
+    """Checks the proxies and servers at URLS and pulls KV between servers. Without
+    URLS, measures how fast KV moves between servers on this machine. Reports what
+    needs fixing.
+    """
 
+    positional: ClassVar[str] = "urls"
+
+    urls: sources.Listed[sources.Url] = ()
+    """URL of a proxy or server to check (repeatable; none: check this machine). The
+    servers of a proxy are checked, too
+    """
     measure: bool = Field(
         True, description="measure transfers, not only inspect the host"
     )
@@ -41,7 +56,27 @@ class DoctorSettings(BatonSettings):
         le=1 << 34,
         description="minimum size of each transfer (bytes); on GPUs at least 1 GiB",
     )
-    as_json: bool = Field(False, description="print one JSON line instead of text")
+    as_json: bool = Field(
+        False, alias="json", description="print one JSON line instead of text"
+    )
+    max_pairs: int = Field(16, ge=0, le=1024)
+    """with URLS, maximum number of pairs of servers between which KV is pulled"""
+    timeout_s: Seconds = 30.0
+    """with URLS, timeout of one request (s)"""
+    limit_s: Seconds = 300.0
+    """with URLS, time after which the checks end (s)"""
+    admin_key: sources.Listed[ApiKey] = ()
+    """admin key of the checked processes. Prefer the variable BATON_ADMIN_KEY"""
+    api_key: sources.Listed[ApiKey] = ()
+    """API key, used if there is no admin key. Prefer the variable BATON_API_KEY"""
+    cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
+    """cluster secret, for handshakes with the servers from here. Prefer the variable
+    BATON_CLUSTER_SECRET (None: only connections are checked)
+    """
+    tls_ca: str | None = Field(None, min_length=1)
+    """PEM file with the certificate authorities of https:// URLs (None: the authorities
+    of the system)
+    """
 
 
 @dataclass(frozen=True)
@@ -231,8 +266,12 @@ def text(host: Host, measured_links: Sequence[Link], notes: Sequence[str]) -> st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report. Returns 1 if all measured transfers failed, else 0."""
+    """Prints the report. Returns 1 if all measured transfers failed, or if a check of
+    a cluster found an error; else 0.
+    """
     settings = parse(DoctorSettings, argv, prog="baton doctor")
+    if settings.urls:
+        return _check_cluster(settings)
     host = inspect_host()
     measured_links = measure_links(host, settings.nbytes) if settings.measure else []
     notes = advice(host, measured_links)
@@ -247,3 +286,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if measured_links and all(link.bytes_per_s is None for link in measured_links)
         else 0
     )
+
+
+def _check_cluster(settings: DoctorSettings) -> int:
+    from deploy.cluster_check.report import Options, check_cluster
+
+    keys = [*settings.admin_key, *settings.api_key]
+    secret = settings.cluster_secret
+    options = Options(
+        urls=list(dict.fromkeys(settings.urls)),
+        key=keys[0].get_secret_value() if keys else None,
+        secret=secret.get_secret_value().encode() if secret else None,
+        ca_file=settings.tls_ca,
+        timeout_s=settings.timeout_s,
+        limit_s=settings.limit_s,
+        max_pairs=settings.max_pairs,
+    )
+    try:
+        return check_cluster(options, as_json=settings.as_json)
+    except ValueError as error:  # an unusable --tls-ca
+        print(f"baton doctor: error: {error}", file=sys.stderr)
+        return 1

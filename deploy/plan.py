@@ -117,7 +117,9 @@ class PlanSettings(LinkOptions, ModelName, BatonSettings):
     hit_tokens: int = Field(
         0, ge=0, description="length of the prefix that the decode server has (tokens)"
     )
-    as_json: bool = Field(False, description="print one JSON line instead of text")
+    as_json: bool = Field(
+        False, alias="json", description="print one JSON line instead of text"
+    )
     prefill: Geometry = Field(Geometry(), description="geometry of the prefill server")
     decode: DecodeGeometry = Field(
         DecodeGeometry(), description="geometry of the decode server"

@@ -169,6 +169,10 @@ TABLE = (
          "KV pulls by outcome (done, failed) and path (direct, staged, mapped; mixed: "
          "several of these; none: the pull failed, or there was nothing to read).",
          ("outcome", "path")),
+    Spec("baton_kv_transports", "counter", "engine",
+         "KV pulls of rank 0 by transport: mapped, or UCX's name, such as cma/memory, "
+         "tcp/eth0 or rc_mlx5/mlx5_0:1. A series begins with its first pull.",
+         ("transport",)),
     Spec("baton_kv_transfer_bytes", "counter", "engine",
          "KV bytes pulled, not counting bytes that were read but not needed."),
     Spec("baton_kv_transfer_descriptors", "counter", "engine",

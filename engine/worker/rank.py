@@ -103,10 +103,12 @@ class Rank:
 
     def stats(self) -> dict[str, float]:
         """Returns this rank's values by metric series (protocol.metrics): the kernels
-        that this process has loaded since `set_ready`, and its memory."""
+        that this process has loaded since `set_ready`, its memory, and its pulls by
+        transport."""
         return {
             "baton_kernels_loaded_late": float(KERNELS.num_late),
             **self._memory_gauge.values(),
+            **self.service.stats(),
         }
 
 

@@ -95,6 +95,7 @@ class KVService:
             )
             self._worker = TransferWorker(local, self._coordinator)
         self.start = self._worker.start
+        self.stats = self._worker.stats
         self.close = self._worker.close
 
     def make_connector(

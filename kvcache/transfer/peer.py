@@ -30,6 +30,8 @@ class Peer:
         refusal: why the peer's memory cannot be mapped; None if it is mapped, or if
             mapping was not tried.
         link: the link that reads from the peer; None if there is none.
+        transport: UCX's name of the transport that reads from the peer; empty before
+            the first READ.
         is_speed_logged: the speed of a pull from the peer was logged.
         is_stale: the peer's memory has to be unmapped once no job uses the peer.
         is_dropped: the worker has to forget the peer once no job uses the peer.
@@ -43,6 +45,7 @@ class Peer:
         self.memories: dict[int, Memory] = {}
         self.refusal: str | None = None
         self.link: PeerLink | None = None
+        self.transport = ""
         self.is_speed_logged = False
         self.is_stale = False
         self.is_dropped = False

@@ -38,6 +38,7 @@ from kvcache.verify.scope import DigestPart, Scope
 from protocol.errors import BatonError, InternalError, PullCircuitOpen, TransferFailed
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import ErrorInfo
+from protocol.metrics import stat_key
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread
 
@@ -90,6 +91,7 @@ class TransferWorker:
         # The first job posts next; a job that has posted moves to the end.
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
+        self._transport_counts: dict[str, float] = {}  # by metric series
         self._num_rounds = 0
         self._failures: list[Exception] = []  # since the last round without a failure
         self._stopping = threading.Event()
@@ -98,6 +100,10 @@ class TransferWorker:
 
     def start(self) -> None:
         self._thread.start()
+
+    def stats(self) -> dict[str, float]:
+        """The counters of this worker, by metric series. Any thread may call this."""
+        return self._transport_counts.copy()
 
     def close(self) -> None:
         """Ends the threads and every READ."""
@@ -281,6 +287,9 @@ class TransferWorker:
         del self._jobs[job.pull_id]
         is_complete = not job.is_stopping
         error = job.error
+        if is_complete and job.bytes_read:
+            key = stat_key("baton_kv_transports", transport=_transport_of(job))
+            self._transport_counts[key] = self._transport_counts.get(key, 0.0) + 1
         if is_complete:  # reported before the clean-up, because the pull waits for it
             self._report_complete(job)
         try:
@@ -440,6 +449,20 @@ def _print_stacks() -> None:
         faulthandler.dump_traceback(file)
         file.seek(0)
         print(file.read(), file=sys.stderr, end="", flush=True)
+
+
+def _transport_of(job: TransferJob) -> str:
+    """The transport of a job: "mapped", or UCX's name, such as "cma/memory".
+
+    UCX chooses a transport for a peer at the first READs, so the name is stored.
+    """
+    if not isinstance(job, ReadJob):
+        return "mapped"
+    peer = job.peer
+    if not peer.transport and peer.link is not None:
+        transport = peer.link.transport
+        peer.transport = transport.transport if transport else ""
+    return peer.transport or "unknown"
 
 
 def _log_speed(job: TransferJob, seconds: float) -> None:

@@ -88,7 +88,7 @@ def test_failed_link_has_a_reason():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CPU")
 def test_both_paths_between_processes_of_this_machine_are_measured(capsys):
-    assert main(["--nbytes", str(4 << 20), "--as-json"]) == 0
+    assert main(["--nbytes", str(4 << 20), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [link["path"] for link in report["links"]] == ["mapped", "nixl"]
     assert all(link["bytes_per_s"] > 0 for link in report["links"]), report["links"]

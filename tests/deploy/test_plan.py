@@ -141,7 +141,7 @@ def model(tmp_path: Path) -> str:
 
 
 def test_equal_geometry_needs_no_more_reads_than_blocks(model, capsys):
-    assert plan.main(["--model", model, "--tokens=256", "--as-json"]) == 0
+    assert plan.main(["--model", model, "--tokens=256", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     [rank] = report["ranks"]
     assert rank["path"] == "direct" and rank["descriptors"] <= 4
@@ -162,7 +162,7 @@ def test_prefix_hit_does_not_move_and_the_text_has_the_reason(model, capsys):
 
 
 def test_costs_of_the_link_decide_the_path(model, capsys):
-    argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--as-json"]
+    argv = ["--model", model, "--tokens=256", "--prefill.kv-layout=LBCNHD", "--json"]
     paths = []
     # The first link is slow per descriptor, the second copies slowly from staging
     # memory.
@@ -175,7 +175,7 @@ def test_costs_of_the_link_decide_the_path(model, capsys):
 def test_windows_come_from_the_model_config(model, capsys):
     windowed = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
     Path(model, "config.json").write_text(json.dumps(windowed))
-    assert plan.main(["--model", model, "--tokens=500", "--as-json"]) == 0
+    assert plan.main(["--model", model, "--tokens=500", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert rank["useful_bytes"] == 64 * 4 * HEAD_BYTES
     assert plan.main(["--model", model, "--decode.tp=2", "--decode.dcp=2"]) == 1

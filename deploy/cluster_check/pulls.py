@@ -1,0 +1,261 @@
+"""Timed pulls of KV between two servers, by real requests that this module routes.
+
+A prefill leg on one server retains the KV of a fresh prompt. A decode leg on the other
+server gets the reference to it. The same prompt is then computed by the other server
+alone, and both answers are compared token for token. Salts keep cached KV out of it.
+"""
+
+import random
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.cluster_check.client import Client, NoAnswer, Reply
+from deploy.cluster_check.facts import Server
+from protocol.handshake import may_pair
+from protocol.kv_params import RELEASE_PATH, REMOTE_DECODE
+
+ANSWER_TOKENS = 8
+_PROMPT_WORDS = 600
+_MIN_PROMPT_WORDS = 16
+_DEFAULT_MODEL_LEN = 1024
+_WORDS = (
+    "river stone light water paper garden window mountain letter music winter summer "
+    "bridge market silver forest engine signal number answer"
+).split()
+_SERIES = re.compile(r"^(baton_kv_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Pull:
+    """One pull from `source` to `target`, or why there was none.
+
+    Attributes:
+        problem: why the legs failed; empty if both were answered.
+        kv: prompt tokens by the source of their KV, as the decode leg reports them.
+        seconds: from the first READ to the end of the fence.
+        num_bytes: None if other requests pulled KV at the same time.
+        path: direct, staged, mapped or mixed.
+        transport: mapped, or UCX's name.
+        failure_codes: error codes that the target counted during the decode leg.
+        has_same_tokens: whether the answer equals that of the target alone; None if
+            they were not compared.
+        total_s: time of both legs.
+    """
+
+    source: str
+    target: str
+    problem: str = ""
+    kv: Mapping[str, int] | None = None
+    seconds: float | None = None
+    num_bytes: float | None = None
+    path: str = ""
+    transport: str = ""
+    failure_codes: tuple[str, ...] = ()
+    has_same_tokens: bool | None = None
+    total_s: float = 0.0
+
+    @property
+    def has_moved(self) -> bool:
+        return bool(self.kv and self.kv.get("transferred"))
+
+
+def choose_pairs(
+    servers: Sequence[Server], max_pairs: int
+) -> tuple[list[tuple[Server, Server]], int]:
+    """Return pairs (source, target) to test, and the number of pairs left out.
+
+    Pairs of a prefill and a decode server come first, then pairs of decode servers,
+    which read each other's caches. Among them, each server occurs before any server
+    occurs twice.
+    """
+    usable = [server for server in servers if not server.problem]
+    targets = [server for server in usable if server.role != "prefill"]
+    pairs = []
+    for shift in range(len(usable)):
+        for index, target in enumerate(targets):
+            source = usable[(index + shift) % len(usable)]
+            is_pair = source is not target and source.is_lender
+            if is_pair and _may_pair(source, target):
+                pairs.append((source, target))
+    pairs.sort(key=lambda pair: pair[0].role != "prefill")  # stable
+    return pairs[:max_pairs], max(0, len(pairs) - max_pairs)
+
+
+def _may_pair(source: Server, target: Server) -> bool:
+    digests = (server.report.get("kv_digest", "") for server in (source, target))
+    return may_pair(*digests)
+
+
+async def pull(client: Client, source: Server, target: Server) -> Pull:
+    """Pull the KV of a prompt twice; return the second result, or the first failure.
+
+    The first pull also connects the servers, which takes longer.
+    """
+    result = Pull(source.name, target.name)
+    for _ in range(2):
+        try:
+            result = await _pull_once(client, source, target)
+        except NoAnswer as error:
+            return Pull(source.name, target.name, problem=str(error))
+        if result.problem or not result.has_moved:
+            return result
+    return result
+
+
+async def _pull_once(client: Client, source: Server, target: Server) -> Pull:
+    """Raises NoAnswer."""
+    names = (source.name, target.name)
+    request_id = f"doctor-{secrets.token_hex(8)}"
+    body = completion_body(
+        target.report.get("model"),
+        salt=request_id,
+        max_model_len=_context_of(source, target),
+    )
+    began_s = time.monotonic()
+    prefill = await client.post(
+        f"{source.url}/v1/completions",
+        {**body, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE},
+        request_id=request_id,
+    )
+    reference = (prefill.body or {}).get("kv_transfer_params")
+    if prefill.status != 200 or reference is None:
+        return Pull(*names, problem=f"the prefill leg fails: {prefill.error}")
+    before = await _kv_series(client, target)
+    try:
+        decode = await client.post(
+            f"{target.url}/v1/completions",
+            {**body, "kv_transfer_params": reference},
+            request_id=request_id,
+        )
+    except NoAnswer:
+        release = {"kv_transfer_params": reference}
+        await client.post(f"{source.url}{RELEASE_PATH}", release)
+        raise
+    total_s = time.monotonic() - began_s
+    if decode.status != 200:
+        return Pull(*names, problem=f"the decode leg fails: {decode.error}")
+    recomputed = await client.post(
+        f"{target.url}/v1/completions",
+        {**body, "cache_salt": f"{request_id}-alone"},
+        request_id=f"{request_id}-alone",
+    )
+    after = await _kv_series(client, target)
+    changes = {
+        key: value - before.get(key, 0.0)
+        for key, value in after.items()
+        if value > before.get(key, 0.0)
+    }
+    kv = kv_of(decode)
+    return Pull(
+        *names,
+        kv=kv,
+        seconds=await _pull_seconds(client, target, request_id),
+        num_bytes=_num_bytes(changes),
+        path=", ".join(_labels(changes, "baton_kv_transfers", "path")),
+        transport=", ".join(_labels(changes, "baton_kv_transports", "transport")),
+        failure_codes=tuple(_failures(changes)),
+        has_same_tokens=(
+            _tokens(decode) == _tokens(recomputed) if recomputed.status == 200 else None
+        ),
+        total_s=total_s,
+    )
+
+
+def _context_of(*servers: Server) -> int | None:
+    lengths = (server.report.get("max_model_len") for server in servers)
+    return min((length for length in lengths if length), default=None)
+
+
+def completion_body(
+    model: object, *, salt: str, max_model_len: int | None
+) -> dict[str, Any]:
+    """Return the body of a greedy completion of a prompt that no server has cached.
+
+    Args:
+        max_model_len: the context of the server; None: unknown.
+    """
+    generator = random.Random(salt)
+    max_words = (max_model_len or _DEFAULT_MODEL_LEN) // 4
+    num_words = max(_MIN_PROMPT_WORDS, min(_PROMPT_WORDS, max_words))
+    return {
+        "model": model,
+        "prompt": " ".join(generator.choices(_WORDS, k=num_words)),
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
+
+
+def kv_of(reply: Reply) -> dict[str, int]:
+    """Return prompt tokens by the source of their KV, as an answer reports them."""
+    header = reply.headers.get("x-baton-kv", "")
+    return {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", header)}
+
+
+def _tokens(reply: Reply) -> list[int]:
+    return list(reply.body["choices"][0].get("token_ids", ()))
+
+
+async def _kv_series(
+    client: Client, server: Server
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Return the metrics about KV; without an admin key, none."""
+    reply = await client.get(f"{server.url}/metrics")
+    if reply.status != 200:
+        return {}
+    return {
+        (name, tuple(_LABEL.findall(labels))): float(value)
+        for name, labels, value in _SERIES.findall(reply.text)
+    }
+
+
+_Changes = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def _labels(changes: _Changes, name: str, label: str) -> Iterator[str]:
+    for (metric, labels), _ in sorted(changes.items()):
+        value = dict(labels).get(label, "")
+        if metric == name and value not in ("", "none"):
+            yield value
+
+
+def _failures(changes: _Changes) -> Iterator[str]:
+    yield from _labels(changes, "baton_kv_transfer_failures", "code")
+    if any(metric == "baton_kv_params_rejected" for metric, _ in changes):
+        yield "kv_params_rejected"
+
+
+def _num_bytes(changes: _Changes) -> float | None:
+    """Return the bytes of the pull; None if there was another pull at the same time."""
+    pulls = [
+        change
+        for (metric, _), change in changes.items()
+        if metric == "baton_kv_transfers"
+    ]
+    if sum(pulls) != 1:
+        return None
+    sizes = [
+        change
+        for (metric, _), change in changes.items()
+        if metric == "baton_kv_transfer_bytes"
+    ]
+    return sum(sizes) or None
+
+
+async def _pull_seconds(
+    client: Client, server: Server, request_id: str
+) -> float | None:
+    """Return how long the request's pull took, from the server's statistics."""
+    reply = await client.get(f"{server.url}/stats?since=0")
+    for request in (reply.body or {}).get("served", ()):
+        times = request.get("times", {})
+        if request.get("id") == request_id and "pulled" in times:
+            return float(times["pulled"] - times.get("admitted", 0.0))
+    return None

@@ -148,6 +148,7 @@ class ComposeHost:
         host: str,
         folder: Path,
     ) -> None:
+        self.config = config
         self.num_restarts = 0
         self._services: Mapping[str, Service] = config["services"]
         self._image = image
@@ -201,6 +202,11 @@ class ComposeHost:
 
     def log(self, name: str) -> str:
         return self._containers[name].log
+
+    def logs(self) -> str:
+        """Return the last lines of all services, for a test that fails."""
+        ends = [f"{name}:\n{self.log(name)[-4000:]}" for name in self._containers]
+        return "\n".join(ends)
 
     def _start(self, name: str) -> None:
         service = {key: value for key, value in self._services[name].items() if value}

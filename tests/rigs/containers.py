@@ -31,6 +31,7 @@ root=$layer/root
 mount -t overlay none -o "lowerdir=$image,upperdir=$layer/upper,workdir=$layer/work" \\
   "$root"
 mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
 mount -t tmpfs -o mode=755 tmpfs "$root/dev"
 mkdir "$root/dev/shm"
 for name in {" ".join(_DEVICES)}; do

@@ -144,21 +144,25 @@ class Hosts:
 
         Both hosts see silence, as if a cable were cut. Their other connections remain.
         """
-        self._filter("--append", name, other)
+        self._filter("--insert", name, other)
 
     def heal(self, name: str, other: str) -> None:
         """Undo `cut`."""
         self._filter("--delete", name, other)
 
-    def _filter(self, action: str, name: str, other: str) -> None:
-        with self.inside(name):
-            for chain, direction in (
-                ("INPUT", "--source"),
-                ("OUTPUT", "--destination"),
-            ):
-                argv = ["iptables", "--wait", action, chain]
-                argv += [direction, self.address(other), "--jump", "DROP"]
-                subprocess.run(argv, check=True, capture_output=True)
+    def close_all_ports_but(self, name: str, *ports: str) -> None:
+        """Let a host accept TCP connections only at `ports`, such as "80" or "90:99".
+
+        Connections inside the host, and those that it opens itself, are not affected.
+        """
+        accepted = [
+            ["--in-interface", "lo"],
+            ["--protocol", "tcp", "!", "--syn"],
+            *(["--protocol", "tcp", "--dport", port] for port in ports),
+        ]
+        for condition in accepted:
+            self._iptables(name, "--append", "INPUT", *condition, "--jump", "ACCEPT")
+        self._iptables(name, "--policy", "INPUT", "DROP")
 
     def drop_packets(self, name: str, other: str) -> None:
         """Drop all packets from host `name` to host `other`, until
@@ -181,6 +185,16 @@ class Hosts:
         for holder in self._holders.values():
             holder.kill()
             holder.wait()
+
+    def _filter(self, action: str, name: str, other: str) -> None:
+        address = self.address(other)
+        for chain, direction in (("INPUT", "--source"), ("OUTPUT", "--destination")):
+            self._iptables(name, action, chain, direction, address, "--jump", "DROP")
+
+    def _iptables(self, name: str, *argv: str) -> None:
+        with self.inside(name):
+            command = ["iptables", "--wait", *argv]
+            subprocess.run(command, check=True, capture_output=True)
 
     def _connect(self, name: str, number: int) -> None:
         holder = self._hold(name)

@@ -35,5 +35,8 @@ setup(
         f"{NAME}.proxy.ui": ["assets/*", "assets/vendor/*"],
         f"{NAME}.benchmarks.bench.results": ["assets/*"],
     },
-    exclude_package_data={"": ["*.pyc", "__pycache__/*", "**/__pycache__/*"]},
+    exclude_package_data={
+        "": ["*.pyc", "__pycache__/*", "**/__pycache__/*"],
+        f"{NAME}.deploy": [".env", "**/secret.env"],  # secrets of a checkout in use
+    },
 )

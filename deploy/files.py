@@ -17,6 +17,8 @@ from protocol.settings.settings import BatonSettings, parse
 ROOT = Path(__file__).resolve().parents[1]
 # All files of these folders are written, except for the modules of `deploy`.
 FOLDERS = ("deploy", "examples")
+# Files with the secrets of a cluster, in a checkout that is in use.
+SECRETS = (".env", "secret.env")
 
 
 class FilesSettings(BatonSettings):
@@ -37,7 +39,8 @@ def packaged_files() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             is_module = folder == "deploy" and path.suffix == ".py"
-            if path.is_file() and not is_module and "__pycache__" not in path.parts:
+            is_private = path.name in SECRETS or "__pycache__" in path.parts
+            if path.is_file() and not is_module and not is_private:
                 yield path.relative_to(ROOT)
 
 

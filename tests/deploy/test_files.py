@@ -21,6 +21,7 @@ def test_files_writes_every_file_below_the_folder(tmp_path, capsys):
         "deploy/Dockerfile.gpu",
         "deploy/docker-compose.yml",
         "deploy/docker-compose.gpu.yml",
+        "deploy/.env.example",
         "deploy/grafana-dashboard.json",
         "deploy/prometheus-rules.yml",
     } <= names
@@ -29,6 +30,14 @@ def test_files_writes_every_file_below_the_folder(tmp_path, capsys):
         source = files.ROOT / path.relative_to(target)
         assert path.read_bytes() == source.read_bytes()
         assert path.stat().st_mode & 0o111 == source.stat().st_mode & 0o111
+
+
+def test_files_leaves_out_the_secrets_of_a_checkout(tmp_path, monkeypatch):
+    (tmp_path / "deploy").mkdir()
+    for name in (*files.SECRETS, ".env.example"):
+        (tmp_path / "deploy" / name).write_text("BATON_CLUSTER_SECRET=...")
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    assert [path.name for path in files.packaged_files()] == [".env.example"]
 
 
 def test_files_replaces_changed_files_only_by_force(tmp_path, capsys):

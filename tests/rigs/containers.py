@@ -188,9 +188,11 @@ class Container:
         script = ["sh", "-c", _START, "sh", str(self._folder), str(self._image.root)]
         script += [user, self._image.working_directory, *self._variables()]
         script += self.spec.command or self._image.command
+        # The container ends with the thread that starts it, also if that is killed.
+        tied = ["setpriv", "--pdeathsig", "KILL"]
         if self.spec.joins is None:
             new = ["--ipc", "--pid", "--mount", "--uts"]
-            return ["unshare", *new, "--fork", "--kill-child", *script]
+            return [*tied, "unshare", *new, "--fork", "--kill-child", *script]
         target = ["--target", str(self.spec.joins.pid)]
         # The other container's mounts are entered for its /dev/shm, and then copied.
         enter = ["nsenter", *target, "--mount", "--ipc", "--pid"]

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.slow
 DEPLOYMENT = FOLDER.parent / "docs" / "deployment.md"
 KEY = "a key of the servers"
 SECRET = "a secret of this test alone"
-PULLED = 'baton_kv_transfers_total{outcome="done"'
-FAILED = "baton_kv_transfer_failures_total"
+PULLED = re.compile(r'baton_kv_transfers_total\{.*outcome="done"')
+FAILED = re.compile(r"baton_kv_transfer_failures_total\{")
 # Settings for a quick test, which no user would need.
 TEST_SETTINGS = f"""
 services:
@@ -107,14 +107,16 @@ class Machines:
         samples = (line.rsplit(" ", 1) for line in lines if line[:1] not in ("#", ""))
         return {name: float(value) for name, value in samples}
 
-    def count(self, metric: str) -> float:
-        """Return a counter of the decode server, summed over its labels."""
+    def count(self, series: re.Pattern[str]) -> float:
+        """Return the sum of the decode server's series that match."""
         metrics = self.metrics("d", 8200)
-        return sum(n for name, n in metrics.items() if name.startswith(metric))
+        return sum(n for name, n in metrics.items() if series.match(name))
 
-    def wait_for_more(self, metric: str, increase: int, timeout_s: float) -> None:
-        before = self.count(metric)
-        wait_until(lambda: self.count(metric) >= before + increase, timeout_s)
+    def wait_for_more(
+        self, series: re.Pattern[str], increase: int, timeout_s: float
+    ) -> None:
+        before = self.count(series)
+        wait_until(lambda: self.count(series) >= before + increase, timeout_s)
 
     def is_ready(self) -> bool:
         try:

@@ -153,9 +153,10 @@ class _Server:
                     await serving
         except START_ERRORS as error:
             # The other nodes report the same reason.
-            raise StartFailure(self.nodes.fail(_describe_failure(error))) from error
+            reason = self.nodes.fail_here(_describe_failure(error))
+            raise StartFailure(reason) from error
         except BaseException as error:
-            self.nodes.fail(f"node 0 failed: {_describe_failure(error)}")
+            self.nodes.fail_here(_describe_failure(error))
             raise
         finally:
             await asyncio.to_thread(self._end_processes)

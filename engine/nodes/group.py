@@ -38,6 +38,10 @@ class Nodes(ABC):
         """
 
     @abstractmethod
+    def fail_here(self, reason: str) -> str:
+        """Like `fail`, for a failure of this node, which the reason then names."""
+
+    @abstractmethod
     def close(self, *, lingers: bool) -> None:
         """Ends the other nodes, in order unless `fail` was called.
 
@@ -60,6 +64,9 @@ class SingleNode(Nodes):
         pass
 
     def fail(self, reason: str) -> str:
+        return reason
+
+    def fail_here(self, reason: str) -> str:
         return reason
 
     def close(self, *, lingers: bool) -> None:

@@ -40,7 +40,7 @@ def listen_at_rendezvous(
             if not is_unresolved or time.monotonic() >= deadline_s:
                 reason = getattr(cause, "strerror", None) or str(cause)
                 raise StartFailure(
-                    f"node 0 cannot listen at --rendezvous {settings.rendezvous} "
+                    f"cannot listen at --rendezvous {settings.rendezvous} "
                     f"({reason}); give an address of node 0 and a free port there"
                 ) from error
         time.sleep(_RETRY_S)

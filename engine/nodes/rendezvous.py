@@ -138,6 +138,9 @@ class Rendezvous(Nodes):
                 self._changed.notify_all()
             return self._failure or reason
 
+    def fail_here(self, reason: str) -> str:
+        return self.fail(f"node 0 ({self._settings.rendezvous_address[0]}): {reason}")
+
     def close(self, *, lingers: bool) -> None:
         with self._changed:
             is_start_failure = self._failure is not None and not self._has_started

@@ -89,9 +89,12 @@ def test_all_nodes_report_the_same_difference(tiny_model):
         ),
         (
             (Node(), Node(argv=("--model", "/nowhere/model"))),
-            "node 1 (127.0.0.2): /nowhere/model",
+            "node 1 (127.0.0.2): model '/nowhere/model': no such directory",
         ),
-        ((Node(argv=("--model", "/nowhere/model")), Node()), "/nowhere/model"),
+        (
+            (Node(argv=("--model", "/nowhere/model")), Node()),
+            "node 0 (127.0.0.1): model '/nowhere/model': no such directory",
+        ),
         (
             (Node(), Node(argv=("--load-format", "dummy"))),
             "nodes 0 and 1 differ in --load-format: auto on node 0, dummy on node 1",
@@ -106,7 +109,7 @@ def test_all_nodes_report_the_same_difference(tiny_model):
         ),
         (
             (Node(), Node(argv=("--node-rank", "0", "--port", "0"))),
-            "node 0 cannot listen at --rendezvous 127.0.0.1:",
+            "node 0 (127.0.0.1): cannot listen at --rendezvous 127.0.0.1:",
         ),
     ],
     ids=[

@@ -192,7 +192,7 @@ def test_a_port_in_use_is_named(make_rig):
         with pytest.raises(StartFailure) as caught:
             _Rig(port, 2)
     assert str(caught.value) == (
-        f"node 0 cannot listen at --rendezvous 127.0.0.1:{port} (Address already in "
+        f"cannot listen at --rendezvous 127.0.0.1:{port} (Address already in "
         "use); give an address of node 0 and a free port there"
     )
 
@@ -237,10 +237,11 @@ def test_a_failure_of_one_node_is_reported_to_all(make_rig):
 
 def test_a_node_that_joins_after_the_failure_gets_its_reason(make_rig):
     rig = make_rig()
-    assert rig.rendezvous.fail("node 0 has no model") == "node 0 has no model"
-    assert rig.rendezvous.fail("a consequence") == "node 0 has no model"
+    reason = "node 0 (127.0.0.1): no model"
+    assert rig.rendezvous.fail_here("no model") == reason
+    assert rig.rendezvous.fail_here("a consequence") == reason
     closing = rig._pool.submit(rig.rendezvous.close, lingers=True)
-    assert _Node(rig, 1).next_message() == Failed("node 0 has no model")
+    assert _Node(rig, 1).next_message() == Failed(reason)
     closing.result(_TIMEOUT_S)
 
 

@@ -167,6 +167,8 @@ class _Server:
             grace_s = min(grace_s, FAILED_GRACE_S)
         self.processes.stop(grace_s)
         self.nodes.close(lingers=not self.stop_requested.done())
+        if self.api.metrics.tracer is not None:
+            self.api.metrics.tracer.close()
 
     def _on_signal(self) -> None:
         """Starts an orderly shutdown. A signal during a shutdown kills all processes

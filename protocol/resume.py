@@ -16,7 +16,9 @@ events.
 The first text (`Origin`) has the values that the response depends on besides its
 request and its tokens. A text that begins with `!` precedes an error event after which
 another server may continue the stream. One of these texts is `!moved`; it contains the
-`kv_transfer_params` with which another server pulls the KV.
+`kv_transfer_params` with which another server pulls the KV. A text that begins with `#`
+precedes the last events. It contains the server's RequestReport, for the proxy's log
+line.
 """
 
 import hashlib
@@ -37,6 +39,7 @@ MEMBER = "baton_resume"  # member of a request's body
 # over.
 MAX_HISTORY_BYTES = 1 << 20
 FAILOVER_PREFIX = b"!"  # of texts after which another server may continue
+REPORT_PREFIX = b"#"  # of the text with the server's report
 DIED = b"!died"  # the engine has ended
 BUSY = b"!busy"  # this server cannot continue the stream, but another server may
 # The server has migrated the stream; the JSON of `kv_transfer_params` follows.

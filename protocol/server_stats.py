@@ -11,6 +11,9 @@ import msgspec
 
 STATS_PATH = "/stats"
 MAX_ID_CHARS = 128
+# Response header with a RequestReport as JSON. A stream sends it as a frame instead
+# (protocol/resume.py), because a stream's head precedes its end.
+REPORT_HEADER = "x-baton-report"
 PHASES = ("queue", "transfer", "fence", "prefill", "decode")
 
 
@@ -67,6 +70,11 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     generated: int
     cached_tokens: int = 0
     kv: dict[str, int]
+
+    def encode(self) -> bytes:
+        """Returns the report as JSON, without the members of a subclass."""
+        names = RequestReport.__struct_fields__
+        return msgspec.json.encode({name: getattr(self, name) for name in names})
 
     def phases(self) -> dict[str, tuple[float, float]]:
         """Returns the start and the end of each phase that the request went through.

@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with lifecycle.stop_signals(server.stop):
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))
+    if app.tracer is not None:
+        app.tracer.close()
     return 0
 
 

@@ -14,8 +14,9 @@ from protocol.http.access import grant_of, share_header
 from protocol.http.bodies import ClientDisconnected, read_body, refusal
 from protocol.http.deadlines import deadline_of, enforce_deadline
 from protocol.metrics import Metrics
-from protocol.process.logging import get_logger, request_context
+from protocol.process.logging import get_logger, request_context, trace_extra
 from protocol.settings.settings import ProxySettings
+from protocol.telemetry.tracer import create_tracer
 from proxy.discovery.members import MODELS_PATH, Members
 from proxy.errors import MethodNotAllowed, ShuttingDown, UnknownPath
 from proxy.keys import FileAccess
@@ -39,7 +40,7 @@ READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # Headers that are forwarded to servers: the trace context, and the API key if servers
 # check it instead of the proxy (`passes_keys_on`).
 TRACE_HEADERS = (b"traceparent", b"tracestate")
-FORWARDED_HEADERS = (b"authorization", b"x-api-key", *TRACE_HEADERS)
+KEY_HEADERS = (b"authorization", b"x-api-key")
 MAX_ID_BYTES = 4096  # servers return the id in response heads, which are limited
 # Longest time for sending the error to a client after the shutdown ended a request.
 STOP_TIMEOUT_S = 1.0
@@ -78,6 +79,7 @@ class ProxyApp:
         self._site = Site(
             self.fleet, self._upstream, is_on=settings.ui, has_keys=settings.has_keys
         )
+        self.tracer = create_tracer(settings, "baton-proxy")
         self._running: set[asyncio.Task[None]] = set()
         self.shutting_down = False
 
@@ -132,6 +134,10 @@ class ProxyApp:
             with self.access.admit(scope) as grant:
                 reply.headers = grant.headers
                 if path in GENERATE_PATHS:
+                    if self.tracer is not None:
+                        span, parent = self.tracer.start(scope["headers"], path)
+                        reply.trace.context = span
+                        reply.trace.parent = parent
                     self._site.began(path, reply)
                 if error := refusal(scope):
                     raise error
@@ -229,7 +235,11 @@ class ProxyApp:
         self, scope: Scope, reply: Reply, is_read: bool
     ) -> list[tuple[bytes, bytes]]:
         """Return the headers of the request to a server."""
-        names = FORWARDED_HEADERS if self.settings.passes_keys_on else TRACE_HEADERS
+        names: set[bytes] = set()
+        if reply.trace.context is None:
+            names.update(TRACE_HEADERS)  # else each leg has the context of its span
+        if self.settings.passes_keys_on:
+            names.update(KEY_HEADERS)
         headers = [(b"x-request-id", reply.request_id)]
         for name, value in scope["headers"]:
             if name in names:
@@ -314,16 +324,30 @@ class ProxyApp:
         status = "broken" if reply.is_broken else str(reply.status or "none")
         self._site.ended(reply, status)
         self.metrics.inc("baton_proxy_responses", status=status)
-        self.metrics.observe("baton_proxy_request_seconds", total_s)
+        trace_id = trace.stored_trace_id
+        self.metrics.observe("baton_proxy_request_seconds", total_s, trace_id=trace_id)
         if reply.is_stream and trace.first_byte_s is not None:
-            self.metrics.observe("baton_proxy_first_byte_seconds", trace.first_byte_s)
+            self.metrics.observe(
+                "baton_proxy_first_byte_seconds", trace.first_byte_s, trace_id=trace_id
+            )
         logger.info(
-            "%s status=%s key=%s prefill=%s decode=%s decode_only=%s prefill_ms=%s "
-            "first_byte_ms=%s total_ms=%s%s",
-            path, status, key_name, trace.prefill, trace.decode, trace.decode_only,
-            _ms(trace.prefill_s), _ms(trace.first_byte_s), _ms(total_s),
+            "%s status=%s model=%s key=%s %s prefill_leg_ms=%s first_byte_ms=%s "
+            "total_ms=%s%s",
+            path,
+            status,
+            trace.model,
+            key_name,
+            trace.summary(),
+            _ms(trace.prefill_s),
+            _ms(trace.first_byte_s),
+            _ms(total_s),
             "" if reply.finished else " unfinished",
-        )  # fmt: skip
+            extra=trace_extra(trace_id),
+        )
+        if self.tracer is not None and trace_id is not None:
+            has_failed = status[0] not in "234"
+            error = f"status {status}" if has_failed else ""
+            self.tracer.send(trace.spans(f"POST {path}", total_s, error))
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -100,6 +100,7 @@ class PDRequest(RequestLegs):
             try:
                 model = bodies.model_of(self._unseeded_body)
                 self._model_pool = self._fleet.pool(model)
+                self._trace.model = model or ",".join(self._fleet.models) or "-"
                 self._profile = limit_to_context(profile, self._longest_context())
                 await self._score_or_generate()
             finally:
@@ -374,7 +375,11 @@ class PDRequest(RequestLegs):
             prefill_s = self._trace.elapsed_s()
             self._trace.prefill = leg.server.url
             self._trace.prefill_s = prefill_s
-            self.upstreams.metrics.observe("baton_proxy_prefill_seconds", prefill_s)
+            self.upstreams.metrics.observe(
+                "baton_proxy_prefill_seconds",
+                prefill_s,
+                trace_id=self._trace.stored_trace_id,
+            )
         return leg
 
     def _place_decode_only(self, pool: Pool) -> bool:

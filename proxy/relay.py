@@ -6,9 +6,8 @@ of another event, and clients could not parse it.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,8 +15,17 @@ import msgspec
 from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.openai.token_meter import TokenMeter
-from protocol.resume import DIED, FAILOVER_PREFIX, MOVED, FrameHistory, Frames
+from protocol.resume import (
+    DIED,
+    FAILOVER_PREFIX,
+    MOVED,
+    REPORT_PREFIX,
+    FrameHistory,
+    Frames,
+)
 from protocol.resume import HEADER as FRAMES_HEADER
+from protocol.server_stats import REPORT_HEADER
+from proxy.request_trace import RequestTrace
 from proxy.upstream import (
     Failure,
     Headers,
@@ -35,7 +43,7 @@ _FRAMES_HEADER = FRAMES_HEADER.encode()
 _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer "
     b"transfer-encoding upgrade content-length date server x-request-id".split()
-) | {_FRAMES_HEADER}
+) | {_FRAMES_HEADER, REPORT_HEADER.encode()}
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = sse.DONE.rstrip()
 _ERROR_EVENTS = (b"event: error", b"event: response.failed")
@@ -45,44 +53,6 @@ _LAST_EVENTS = (
     b"event: response.incomplete",
 )
 _decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
-
-@dataclass
-class RequestTrace:
-    """How a request was served, for its log line and the metrics.
-
-    Attributes:
-        prefill, decode: URLs of the last prefill and decode server; "-" if none.
-        decode_only: why a decode server served the request alone; "-" otherwise.
-        started_at: when the request had been read completely.
-        prefill_s: seconds from `started_at` until the prefill server had answered.
-        legs: names of the servers that were tried, and after how many seconds.
-        num_lost: number of decode servers that failed while they had the request.
-        num_moved: how often a decode server handed the request over.
-        first_byte_s: seconds from `started_at` until the first byte of the answer.
-    """
-
-    prefill: str = "-"
-    decode: str = "-"
-    decode_only: str = "-"
-    started_at: float = field(default_factory=time.monotonic)
-    prefill_s: float | None = None
-    legs: list[tuple[str, float]] = field(default_factory=list)
-    num_lost: int = 0
-    num_moved: int = 0
-    first_byte_s: float | None = None
-
-    def begin(self) -> None:
-        """Set `started_at` to now, when the request has been read completely."""
-        self.started_at = time.monotonic()
-
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_at
-
-    def on_bytes(self) -> None:
-        """Record that bytes have arrived; the first call sets `first_byte_s`."""
-        if self.first_byte_s is None:
-            self.first_byte_s = self.elapsed_s()
 
 
 class EventBuffer:
@@ -175,13 +145,20 @@ class FramedEvents(EventBuffer):
     """A stream in frames: events go to the client, frames' texts to `frame_history`.
 
     protocol/resume.py describes frames.
+
+    Args:
+        on_report: called with the report of a server that has ended its answer.
     """
 
     def __init__(
-        self, frame_history: FrameHistory, meter: TokenMeter | None = None
+        self,
+        frame_history: FrameHistory,
+        meter: TokenMeter | None = None,
+        on_report: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self._frame_history = frame_history
+        self._on_report = on_report
         self._frames = Frames()
         self._meter = meter
         # Texts of the frames from which the client may not have been sent all events.
@@ -198,6 +175,9 @@ class FramedEvents(EventBuffer):
             if text[:1] == FAILOVER_PREFIX:
                 self._migrated = Migrated(text, events)
                 break
+            if text[:1] == REPORT_PREFIX:
+                self._on_report(text[1:])
+                continue
             self._unsent_texts += text + b","
             if self._meter is not None:
                 self._meter.on_frame(text)
@@ -332,7 +312,9 @@ class Reply:
 
     async def _relay_stream(self, response: Response) -> None:
         if _is_framed(response):
-            events: EventBuffer = FramedEvents(self.frame_history, self.meter)
+            events: EventBuffer = FramedEvents(
+                self.frame_history, self.meter, partial(self.trace.add_report, "decode")
+            )
         else:
             events = EventBuffer()
             await self._begin_stream(response)

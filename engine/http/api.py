@@ -24,6 +24,7 @@ from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
+from protocol.telemetry.tracer import create_tracer
 
 # The most bytes of the members that a proxy adds to a body, which do not count towards
 # --max-body-bytes. The member kv_transfer_params contains the prompt's logprobs if the
@@ -154,6 +155,7 @@ class Api:
             aliases=self.settings.metric_aliases,
         )
         self.access = Access(self.settings, self.metrics)
+        self.tracer = create_tracer(self.settings, f"baton-{self.settings.role}")
 
     def set_model(
         self,

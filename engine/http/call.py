@@ -34,6 +34,7 @@ from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger
 from protocol.resume import HEADER, Resume
+from protocol.server_stats import REPORT_HEADER
 
 log = get_logger(__name__)
 
@@ -162,6 +163,8 @@ class HttpRequestState:
         is_long = num_tokens * (1 + (self._parsed.num_logprobs or 0)) > INLINE_LOGPROBS
         body = await asyncio.to_thread(write) if is_long else write()
         headers = {KV_HEADER: kv_header(usage), **self.prefill_kv_headers()}
+        if self.stats.report is not None:
+            headers[REPORT_HEADER] = self.stats.report.encode().decode()
         return CompleteAnswer(
             self.subscription, body, headers, refers_to_kv=bool(extra)
         )
@@ -439,7 +442,8 @@ class EventStream(Response):
             while True:
                 data = call.events(pieces)
                 if pieces:  # even if `data` is empty: the frame has the pieces' tokens
-                    data = first_frame + framing.wrap(data)
+                    report = framing.report_frame(call.stats.report)
+                    data = first_frame + report + framing.wrap(data)
                     first_frame = b""
                 if data:
                     await _send_body(send, data, more=not call.is_done)

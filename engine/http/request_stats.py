@@ -5,18 +5,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 from protocol.errors import BatonError, InvalidRequest, RequestError
 from protocol.http.access import grant_of, share_of
 from protocol.http.bodies import ClientDisconnected
 from protocol.metrics import Aliases, Metrics
 from protocol.openai.responses import Usage, kv_header
-from protocol.process.logging import current_request_id, get_logger
+from protocol.process.logging import current_request_id, get_logger, trace_extra
 from protocol.server_stats import (
     MAX_ID_CHARS,
     FinishedRequest,
     PhaseTimes,
+    RequestReport,
     ServerStats,
     phases_text,
 )
@@ -72,8 +73,12 @@ class ServerMetrics(Metrics):
         for source in Usage().baton_kv():
             self.expose_series("baton_kv_tokens", source=source)
 
-    def add_ended(self, request: FinishedRequest) -> None:
-        """Store the report on a request that has ended, and count it."""
+    def add_ended(self, request: FinishedRequest, trace_id: str | None = None) -> None:
+        """Store the report on a request that has ended, and count it.
+
+        Args:
+            trace_id: the trace that has the request's spans; None: they are not stored.
+        """
         self._recent.append(request)
         self.num_ended += 1
         self.inc("baton_requests_in_progress", -1)
@@ -82,11 +87,15 @@ class ServerMetrics(Metrics):
             self.inc("baton_kv_tokens", count, source=source)
         self.inc("baton_cached_prompt_tokens", request.cached_tokens)
         if "first" in request.times:
-            self.observe("baton_request_seconds", request.times["end"])
+            self.observe(
+                "baton_request_seconds", request.times["end"], trace_id=trace_id
+            )
         phases = request.phases()
         for name in _MEASURED_PHASES & phases.keys():
             start_s, end_s = phases[name]
-            self.observe(f"baton_request_{name}_seconds", end_s - start_s)
+            self.observe(
+                f"baton_request_{name}_seconds", end_s - start_s, trace_id=trace_id
+            )
         if request.outcome in _COMPLETE_OUTCOMES:
             self.observe("baton_request_prompt_tokens", request.prompt_tokens)
             self.observe("baton_request_generation_tokens", request.generated)
@@ -124,6 +133,15 @@ class ServerMetrics(Metrics):
         return ServerStats(server, values, reported, self.num_ended)
 
 
+class EndingSpan(Protocol):
+    """The span of a request (request_span.py), which is sent when the request ends."""
+
+    @property
+    def trace_id(self) -> str: ...
+
+    def end(self, report: RequestReport, start_s: float) -> None: ...
+
+
 class RequestStats:
     """Records one request's metrics, and logs a line when the request ends.
 
@@ -136,9 +154,15 @@ class RequestStats:
     """
 
     def __init__(
-        self, metrics: ServerMetrics, endpoint: str, scope: Mapping[str, Any]
+        self,
+        metrics: ServerMetrics,
+        endpoint: str,
+        scope: Mapping[str, Any],
+        span: EndingSpan | None = None,
     ) -> None:
         self._metrics = metrics
+        self._span = span
+        self._trace_id = span.trace_id if span else None
         self._key_name = grant_of(scope).name
         self.share = share_of(scope)
         self._endpoint = endpoint
@@ -169,7 +193,9 @@ class RequestStats:
         if self._last_token_s is None:
             first_s = now - self._start_s
             self._times["first"] = first_s
-            self._metrics.observe("baton_time_to_first_token_seconds", first_s)
+            self._metrics.observe(
+                "baton_time_to_first_token_seconds", first_s, trace_id=self._trace_id
+            )
         else:
             self._metrics.observe("baton_inter_token_seconds", now - self._last_token_s)
         self._last_token_s = now
@@ -240,8 +266,10 @@ class RequestStats:
         )
         for callback in self._end_callbacks:
             callback()
-        self._metrics.add_ended(self.report)
+        self._metrics.add_ended(self.report, self._trace_id)
         self._log(self.report, detail)
+        if self._span is not None:
+            self._span.end(self.report, self._start_s)
 
     def _log(self, report: FinishedRequest, detail: str) -> None:
         first_s = report.times.get("first")
@@ -256,4 +284,5 @@ class RequestStats:
             report.times["end"] * 1000,
             detail,
             f" {phases_text(phases)}" if phases else "",
+            extra=trace_extra(self._trace_id),
         )

@@ -23,6 +23,7 @@ from protocol.errors import BatonError, ResumeRefused
 from protocol.kv_params import prompt_digest
 from protocol.messages import AddRequest, ResumedChoice, TokenDelta
 from protocol.resume import Origin, Resume
+from protocol.server_stats import RequestReport
 
 # Bytes of frames that a stream may send between the start and the end of its migration.
 _MARGIN_BYTES = 1 << 15
@@ -262,6 +263,15 @@ class Framing:
         if not self.is_requested or self.resumed is not None:
             return b""
         return resume.frame(resume.encode_text(self.origin), b"")
+
+    def report_frame(self, report: RequestReport | None) -> bytes:
+        """Return the frame with the report on a request that has ended.
+
+        Returns b"" if there is no report yet, and if the proxy requests no frames.
+        """
+        if report is None or not self.is_requested:
+            return b""
+        return resume.frame(resume.REPORT_PREFIX + report.encode(), b"")
 
     def wrap(self, events: bytes) -> bytes:
         """Return `events` in a frame, together with the deltas since the last frame.

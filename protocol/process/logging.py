@@ -105,11 +105,18 @@ class JsonFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", None) or _request_id.get()
         if request_id:
             members["request_id"] = request_id
+        if trace_id := getattr(record, "trace_id", None):
+            members["trace_id"] = trace_id
         members["logger"] = record.name
         members["message"] = record.getMessage()
         if record.exc_info:
             members["exception"] = self.formatException(record.exc_info)
         return json_line(record.created, record.levelname, self._part, members)
+
+
+def trace_extra(trace_id: str | None) -> dict[str, str] | None:
+    """Returns the argument `extra` of a log call about a request with this trace."""
+    return {"trace_id": trace_id} if trace_id else None
 
 
 def setup_logging(

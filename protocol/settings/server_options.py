@@ -1,6 +1,7 @@
 """Options of processes that serve HTTP: access, limits, queues and routing."""
 
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
@@ -8,6 +9,7 @@ from protocol.registration import MAX_TTL_S, MIN_TTL_S, check_advertised, http_u
 from protocol.settings import sources
 from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.settings.options import ApiKey, Options, Seconds, Threads
+from protocol.short_repr import short_repr
 
 RESUME_WAIT_S = 3.0  # the default of --resume-wait-s
 # The default where a decode server that dies is restarted, which includes loading the
@@ -26,6 +28,24 @@ class TelemetryOptions(Options):
     """expose metrics also under other names. vllm: the names that dashboards,
     autoscalers and endpoint pickers made for vLLM read
     """
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that receives traces by OTLP over HTTP, such as
+    http://collector:4318/v1/traces. Needs the extra `otel` (None: the variables OTEL_*
+    of OpenTelemetry name the collector, else there are no traces)
+    """
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_endpoint(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"{short_repr(url)} is not an http:// or https:// URL; write for "
+                "example http://collector:4318/v1/traces"
+            )
+        return url
 
 
 class AccessOptions(Options):

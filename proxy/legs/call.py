@@ -1,16 +1,21 @@
 """One leg of a request: what is sent to a server, and the server's answer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.http.deadlines import Deadline
 from proxy.membership import Kind, Pool, Server
 from proxy.placement.assignment import Assignment
 from proxy.placement.request_profile import RequestProfile
+from proxy.request_trace import Attempt
 from proxy.upstream import Failure, Headers, Response
 
 # How many servers may receive a request and fail to answer, if it cannot fail over.
 MAX_DELIVERIES = 2
+
+
+def _ignore_end() -> None:
+    pass
 
 
 def _ignore_server(server: Server) -> None:
@@ -67,6 +72,12 @@ class UpstreamCall:
     reservation: Assignment | None = None
     on_server_chosen: Callable[[Server], None] = _ignore_server
 
+    def below(self, attempt: Attempt) -> "UpstreamCall":
+        """Return the call with the attempt's span as parent of the server's spans."""
+        if attempt.context is None:
+            return self
+        return replace(self, headers=[*self.headers, *attempt.context.headers()])
+
     def untried_last_resort(self, tried: Sequence[Server]) -> Server | None:
         """Return the last resort; None if there is none or it is in `tried`."""
         return None if self.last_resort in tried else self.last_resort
@@ -95,9 +106,11 @@ class Leg:
     Attributes:
         assignment: the leg's share of the server's load.
         is_open: the response has not been read to its end.
+        end_attempt: records the end of the leg.
     """
 
     server: Server
     response: Response
     assignment: Assignment | None
     is_open: bool = True
+    end_attempt: Callable[[], None] = _ignore_end

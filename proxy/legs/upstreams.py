@@ -32,7 +32,7 @@ from proxy.legs.pull_hint import HINT_PARAM, pull_hint, with_hint
 from proxy.membership import TRUST_COOLDOWN_S, Fleet, Kind, Server
 from proxy.placement.assignment import Assignment
 from proxy.placement.load_tracker import LoadTracker
-from proxy.relay import RequestTrace
+from proxy.request_trace import RequestTrace
 from proxy.upstream import (
     Failure,
     Headers,
@@ -134,10 +134,19 @@ class Upstreams:
             if attempts.tried:
                 self.metrics.inc("baton_proxy_retries", leg=kind.value)
             attempts.tried.append(server)
-            trace.legs.append((server.name, trace.elapsed_s()))
-            leg = await self._try_server(server, call, attempts)
+            attempt = trace.add_attempt(server.name, kind.value)
+            try:
+                leg = await self._try_server(server, call.below(attempt), attempts)
+            except BaseException:
+                trace.end_attempt(attempt, "cancelled")
+                raise
             if leg is not None:
+                trace.read_report(kind.value, leg.response.headers)
+                leg.end_attempt = partial(trace.end_attempt, attempt)
+                if not leg.is_open:
+                    leg.end_attempt()
                 return leg
+            trace.end_attempt(attempt, attempts.failures[-1].value)
             if attempts.failures[-1] in UPSTREAM_LOSSES and kind is Kind.DECODE:
                 trace.num_lost += 1
             max_deliveries = call.max_deliveries
@@ -354,6 +363,7 @@ class Upstreams:
         """Close a leg's response and count the leg as ended, if it is still open."""
         if leg.is_open:
             leg.is_open = False
+            leg.end_attempt()
             leg.response.close()
             self._count_ended(leg.server, leg.assignment)
 

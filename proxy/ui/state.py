@@ -23,7 +23,8 @@ import msgspec
 from protocol.process.logging import get_logger
 from protocol.server_stats import MAX_ID_CHARS, STATS_PATH, FinishedRequest, ServerStats
 from proxy.membership import Fleet, Kind, Server
-from proxy.relay import Reply, RequestTrace
+from proxy.relay import Reply
+from proxy.request_trace import RequestTrace
 from proxy.ui.points import HISTORY_INTERVAL_S, Points, Row
 from proxy.upstream import HttpUpstream, UpstreamError, as_text, within
 

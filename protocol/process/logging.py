@@ -161,6 +161,11 @@ def setup_logging(
     logging.captureWarnings(True)
 
 
+def silence(package: str) -> None:
+    """Hides all log lines of another package below CRITICAL."""
+    logging.getLogger(package).setLevel(logging.CRITICAL)
+
+
 def dropped_record(num_lines: int) -> logging.LogRecord:
     """Returns the log record of the warning that `num_lines` lines were dropped."""
     record = logging.makeLogRecord(

@@ -8,7 +8,6 @@ slow, spans are dropped.
 The packages of the extra `otel` are imported only if traces are wanted.
 """
 
-import logging
 import os
 import socket
 import threading
@@ -19,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from protocol.process.logging import get_logger
+from protocol.process.logging import get_logger, silence
 from protocol.settings.server_options import TelemetryOptions
 from protocol.telemetry.trace_context import (
     TraceContext,
@@ -94,7 +93,7 @@ class Tracer:
         self._sampler = provider.sampler
         self._scope = InstrumentationScope("baton", VERSION)
         # The SDK logs each failed attempt. _WatchedExporter warns once.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        silence("opentelemetry")
         exporter = OTLPSpanExporter(endpoint=endpoint)
         self._processor = BatchSpanProcessor(_WatchedExporter(exporter))
 

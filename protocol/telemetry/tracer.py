@@ -174,10 +174,10 @@ def create_tracer(options: TelemetryOptions, service: str) -> Tracer | None:
     problem = ""
     if find_spec("opentelemetry") is None or not _has_exporter():
         problem = f"traces need packages that are not installed: {_INSTALL}"
-    wanted = next(filter(None, map(os.environ.get, _PROTOCOL_VARIABLES)), None)
-    if wanted not in (None, _HTTP_PROTOCOL):
+    otlp_protocol = next(filter(None, map(os.environ.get, _PROTOCOL_VARIABLES)), None)
+    if otlp_protocol not in (None, _HTTP_PROTOCOL):
         problem = (
-            f"traces are sent by {_HTTP_PROTOCOL}, not by {wanted}: change "
+            f"traces are sent by {_HTTP_PROTOCOL}, not by {otlp_protocol}: change "
             "OTEL_EXPORTER_OTLP_PROTOCOL, and use the collector's port for HTTP (4318)"
         )
     if problem and option is not None:

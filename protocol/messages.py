@@ -193,6 +193,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         priority: Requests with smaller values are served first.
         cache_salt: The request shares cached KV only with requests of the same salt;
             see cache_salt.py.
+        cache_hit_threshold: Share of the tokens that must be cached or pulled; the
+            request otherwise ends with CACHE_MISS. 0: no threshold.
         share: Identifies the client's API key. The engine is shared equally among the
             keys with waiting requests.
         resumed_choices: Per choice, the tokens that another server has already
@@ -219,6 +221,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     grammar_bytes: int = 0
     priority: int = 0
     cache_salt: bytes = b""
+    cache_hit_threshold: float = 0.0
     share: str = ""
     resumed_choices: list[ResumedChoice] = []
     retain_kv: bool = False
@@ -305,6 +308,9 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 # Finish reason of a request that continues on another server, which pulls its KV.
 MOVED = "moved"
+# Finish reason of a request that would have to compute more than its
+# cache_hit_threshold permits. The name is that of llm-d.
+CACHE_MISS = "cache_threshold"
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,7 +321,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: One per token, if the request needs logprobs.
         prompt_logprobs: One per prompt token in order; the first token has None. The
             list arrives in one or more deltas of choice 0.
-        finish_reason: "stop", "length", "abort" or MOVED; only set on the last delta.
+        finish_reason: "stop", "length", "abort", CACHE_MISS or MOVED; only set on the
+            last delta.
         error: Only set on the last delta of a failed request.
         usage: Set on the last delta. The delta with a choice's first token also has a
             usage, with preliminary numbers.

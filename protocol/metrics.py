@@ -81,9 +81,9 @@ TABLE = (
          "stored them in time."),
     # Servers, counted in the HTTP process.
     Spec("baton_requests", "counter", "server",
-         "Finished requests by outcome: stop, length, tool_calls, abort (the client "
-         "disconnected), rejected (4xx), error (5xx), moved (migrated to another "
-         "server).",
+         "Finished requests by outcome: stop, length, tool_calls, cache_threshold (too "
+         "little was cached), abort (the client disconnected), rejected (4xx), error "
+         "(5xx), moved (migrated to another server).",
          ("endpoint", "outcome")),
     Spec("baton_requests_in_progress", "gauge", "server",
          "Accepted requests without a complete response."),

@@ -33,6 +33,7 @@ from engine.process.transport import EngineTransport
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError, Overloaded
 from protocol.messages import (
+    CACHE_MISS,
     MOVED,
     AbortRequest,
     AddRequest,
@@ -157,6 +158,9 @@ class EngineCore(CoreServices):
             self.fail(sequence, error)
         for sequence in plan.admitted:
             self._stats.count_admission(sequence)
+            if self._misses_cache(sequence):
+                plan.remove(sequence)
+                continue
             self._output.add_remote_results(sequence)
         if plan.receiving:
             self.flush()  # first tokens must not wait for a pull to start
@@ -226,10 +230,34 @@ class EngineCore(CoreServices):
             return
         self._output.add_compiled(sequence)
         self.accept_first_tokens(sequence)
+        if sequence.pull is not None and sequence.phase is not Phase.FINISHED:
+            self._misses_cache(sequence)
         if sequence.phase is not Phase.FINISHED:
             if sequence.times.queued is None:
                 sequence.times.queued = time.monotonic()
             self.scheduler.add(sequence)
+
+    def _misses_cache(self, sequence: Sequence) -> bool:
+        """Ends a request if its cache_hit_threshold forbids to compute its prompt here.
+
+        Tokens that a pull brings count as cached. A request with a pull is checked
+        before it waits for blocks, any other request at each admission, and so again
+        after a preemption or a failed pull.
+        """
+        threshold = sequence.request.cache_hit_threshold
+        request = sequence.request
+        if not threshold or request.retain_kv or request.resumed_choices:
+            return False
+        num_tokens = len(sequence.token_ids)
+        num_cached = sequence.num_computed
+        if sequence.pull is not None:
+            if sequence.phase is Phase.RECEIVING:
+                return False
+            num_cached = sequence.pull.num_to_pull(num_tokens)
+        if num_cached >= threshold * num_tokens:
+            return False
+        self._end_choices([(choice, CACHE_MISS) for choice in sequence.choices])
+        return True
 
     def accept_first_tokens(self, sequence: Sequence) -> None:
         ends = []
@@ -375,7 +403,7 @@ class EngineCore(CoreServices):
             if is_prefilling and not parent.choices.children:
                 parent.choices.end_prefill()
                 self._stop(parent)
-        elif end.reason == "abort" or choice.phase is Phase.RECEIVING:
+        elif end.reason in ("abort", CACHE_MISS) or choice.phase is Phase.RECEIVING:
             self._stop(choice)
         else:
             params = self.connector.on_finish(choice)

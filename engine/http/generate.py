@@ -255,6 +255,7 @@ def _make_adds(
             num_prompt_logprobs=parsed.num_prompt_logprobs,
             grammar_bytes=api.grammars.nbytes(sampling.grammar),
             priority=parsed.priority,
+            cache_hit_threshold=parsed.cache_hit_threshold,
         )
         for index, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
     ]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from protocol.errors import BatonError, InvalidRequest, RequestError
 from protocol.http.access import grant_of, share_of
 from protocol.http.bodies import ClientDisconnected
+from protocol.messages import CACHE_MISS
 from protocol.metrics import Aliases, Metrics
 from protocol.openai.responses import Usage, kv_header
 from protocol.process.logging import current_request_id, get_logger, trace_extra
@@ -25,7 +26,16 @@ from protocol.short_repr import short_repr
 
 log = get_logger(__name__)
 
-_OUTCOMES = ("stop", "length", "tool_calls", "abort", "rejected", "error", "moved")
+_OUTCOMES = (
+    "stop",
+    "length",
+    "tool_calls",
+    CACHE_MISS,
+    "abort",
+    "rejected",
+    "error",
+    "moved",
+)
 _COMPLETE_OUTCOMES = ("stop", "length", "tool_calls")
 # Phases with a histogram. Transfers have baton_kv_transfer_seconds.
 _MEASURED_PHASES = {"queue", "prefill", "decode"}

@@ -31,6 +31,11 @@ GREEDY_BELOW = 1e-5
 MAX_INT31 = 2**31 - 1
 MIN_TOP_P = 1e-9  # replaces a `top_p` of 0, so that only the most likely token remains
 
+_THRESHOLD = (
+    "a number from 0 to 1: the share of the prompt that must be cached or pulled, else "
+    "the answer is empty with the finish_reason cache_threshold"
+)
+
 
 def integer(default: int | None, low: int, high: int) -> Any:
     """Returns a field for an integer from `low` to `high`."""
@@ -248,6 +253,7 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     )
     n: int = integer(1, 1, MAX_CHOICES)
     prompt_logprobs: int | None = integer(None, 0, MAX_TOP_LOGPROBS)
+    cache_hit_threshold: float = Field(0.0, ge=0, le=1, description=_THRESHOLD)
     return_tokens_as_token_ids: Switch = False
     return_token_ids: Switch = False
 

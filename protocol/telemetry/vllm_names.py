@@ -46,6 +46,7 @@ _FINISHED_REASONS = {
     "stop": "stop",
     "tool_calls": "stop",
     "length": "length",
+    "cache_threshold": "cache_threshold",
     "abort": "abort",
     "error": "error",
 }

@@ -197,3 +197,11 @@ def test_reference_is_valid_after_the_lease_of_the_offer_has_expired(make_pair):
     pulled = pair.submit(PROMPT, params)
     assert pair.answer(pulled) == expected_output(PROMPT, 6)
     assert pair.d.kv(pulled) == (45, 0, 0)
+
+
+def test_kv_of_a_prefill_server_counts_towards_the_threshold(pair):
+    prefill_name, name = pair.submit_to_both(
+        PROMPT, order="pd", cache_hit_threshold=1.0
+    )
+    assert pair.answer(name) == expected_output(PROMPT, 6)
+    assert pair.p.out.terminals(prefill_name)[0].finish_reason == "length"

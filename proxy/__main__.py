@@ -22,6 +22,7 @@ from protocol.process import lifecycle
 from protocol.process.logging import get_logger, setup_logging
 from protocol.registration import http_url
 from protocol.settings.settings import ProxySettings, describe, parse
+from protocol.telemetry.tracer import create_tracer
 from proxy.app import ProxyApp
 from proxy.discovery.sources import BadFile, read_servers
 
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check(settings)
         app = ProxyApp(settings)
+        app.tracer = create_tracer(settings, "baton-proxy")
         listener = bind(settings.host, settings.port)
     except (CannotListen, ValueError) as error:
         lifecycle.report_failure(str(error))

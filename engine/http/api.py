@@ -24,7 +24,6 @@ from protocol.openai.responses_request import parse_responses
 from protocol.openai.responses_writer import ResponsesWriter
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
-from protocol.telemetry.tracer import create_tracer
 
 # The most bytes of the members that a proxy adds to a body, which do not count towards
 # --max-body-bytes. The member kv_transfer_params contains the prompt's logprobs if the
@@ -133,8 +132,8 @@ class Api:
         generation_config: the model's defaults for fields that a request leaves out.
 
     Raises:
-        ValueError: a TLS file is unusable, or an option needs API keys and there are
-            none.
+        ValueError: a TLS file is unusable, or an option needs API keys or packages
+            that there are not.
     """
 
     client: EngineClient
@@ -152,10 +151,10 @@ class Api:
         self.metrics = ServerMetrics(
             [endpoint.name for endpoint in ENDPOINTS.values()],
             model_name=self.model_name,
-            aliases=self.settings.metric_aliases,
+            role=self.settings.role,
+            options=self.settings,
         )
         self.access = Access(self.settings, self.metrics)
-        self.tracer = create_tracer(self.settings, f"baton-{self.settings.role}")
 
     def set_model(
         self,

@@ -34,7 +34,6 @@ from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger
 from protocol.resume import HEADER, Resume
-from protocol.server_stats import REPORT_HEADER
 
 log = get_logger(__name__)
 
@@ -162,9 +161,11 @@ class HttpRequestState:
         num_tokens = sum(len(choice.logprobs or ()) for choice in choices)
         is_long = num_tokens * (1 + (self._parsed.num_logprobs or 0)) > INLINE_LOGPROBS
         body = await asyncio.to_thread(write) if is_long else write()
-        headers = {KV_HEADER: kv_header(usage), **self.prefill_kv_headers()}
-        if self.stats.report is not None:
-            headers[REPORT_HEADER] = self.stats.report.encode().decode()
+        headers = {
+            KV_HEADER: kv_header(usage),
+            **self.prefill_kv_headers(),
+            **self.stats.report_headers(),
+        }
         return CompleteAnswer(
             self.subscription, body, headers, refers_to_kv=bool(extra)
         )

@@ -30,7 +30,6 @@ from engine.http.middleware import (
     error_response,
     read_json,
 )
-from engine.http.request_span import RequestSpan
 from engine.http.request_stats import RequestStats
 from engine.http.resume import Framing, has_open_choice, pop_resume, resume_requests
 from engine.text.request_grammar import answer_grammar
@@ -50,8 +49,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
     Raises:
         ClientDisconnected: the client disconnected before the response began.
     """
-    span = RequestSpan.start(api, endpoint.name, request.scope["headers"])
-    stats = RequestStats(api.metrics, endpoint.name, request.scope, span)
+    stats = RequestStats(api.metrics, endpoint.name, request.scope)
     members: dict[str, Any] = {}
     call: HttpRequestState | None = None
     try:

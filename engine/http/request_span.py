@@ -6,7 +6,6 @@ The phases happen in the engine, which reports their times when the request ends
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from engine.http.api import Api
 from protocol.process.logging import current_request_id
 from protocol.server_stats import RequestReport
 from protocol.telemetry.trace_context import TraceContext
@@ -31,16 +30,19 @@ class RequestSpan:
 
     @classmethod
     def start(
-        cls, api: Api, endpoint: str, headers: Iterable[tuple[bytes, bytes]]
+        cls,
+        tracer: Tracer | None,
+        name: str,
+        model_name: str,
+        headers: Iterable[tuple[bytes, bytes]],
     ) -> "RequestSpan | None":
-        """Return the span of a request that has arrived; None if there is none."""
-        if api.tracer is None:
+        """Return the span of a request that has arrived; None if it is not stored."""
+        if tracer is None:
             return None
-        name = f"{api.settings.role} {endpoint}"
-        context, parent = api.tracer.start(headers, name)
+        context, parent = tracer.start(headers, name)
         if not context.is_sampled:
             return None
-        return cls(api.tracer, name, api.model_name, context, parent)
+        return cls(tracer, name, model_name, context, parent)
 
     @property
     def trace_id(self) -> str:

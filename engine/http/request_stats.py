@@ -5,24 +5,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
+from engine.http.request_span import RequestSpan
 from protocol.errors import BatonError, InvalidRequest, RequestError
 from protocol.http.access import grant_of, share_of
 from protocol.http.bodies import ClientDisconnected
 from protocol.messages import CACHE_MISS
-from protocol.metrics import Aliases, Metrics
+from protocol.metrics import Metrics
 from protocol.openai.responses import Usage, kv_header
 from protocol.process.logging import current_request_id, get_logger, trace_extra
 from protocol.server_stats import (
     MAX_ID_CHARS,
+    REPORT_HEADER,
     FinishedRequest,
     PhaseTimes,
-    RequestReport,
     ServerStats,
     phases_text,
 )
+from protocol.settings.server_options import TelemetryOptions
 from protocol.short_repr import short_repr
+from protocol.telemetry.tracer import create_tracer
 
 log = get_logger(__name__)
 
@@ -66,16 +69,24 @@ class ServerMetrics(Metrics):
     Args:
         endpoints: the values of the label `endpoint`.
         model_name: the value of the label `model_name`.
-        aliases: see Metrics.
+        role: the server's role.
+        options: the metrics' names, and where traces are sent.
 
     Attributes:
+        tracer: sends the spans of requests; None if there are no traces.
         num_ended: how many requests have ended since the start.
     """
 
     def __init__(
-        self, endpoints: Iterable[str], model_name: str, aliases: Aliases = "none"
+        self,
+        endpoints: Iterable[str],
+        model_name: str,
+        role: str,
+        options: TelemetryOptions,
     ) -> None:
-        super().__init__("server", model_name, aliases)
+        super().__init__("server", model_name, options.metric_aliases)
+        self.role = role
+        self.tracer = create_tracer(options, f"baton-{role}")
         self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT)
         self.num_ended = 0
         for endpoint, outcome in product(endpoints, _OUTCOMES):
@@ -143,15 +154,6 @@ class ServerMetrics(Metrics):
         return ServerStats(server, values, reported, self.num_ended)
 
 
-class EndingSpan(Protocol):
-    """The span of a request (request_span.py), which is sent when the request ends."""
-
-    @property
-    def trace_id(self) -> str: ...
-
-    def end(self, report: RequestReport, start_s: float) -> None: ...
-
-
 class RequestStats:
     """Records one request's metrics, and logs a line when the request ends.
 
@@ -168,11 +170,15 @@ class RequestStats:
         metrics: ServerMetrics,
         endpoint: str,
         scope: Mapping[str, Any],
-        span: EndingSpan | None = None,
     ) -> None:
         self._metrics = metrics
-        self._span = span
-        self._trace_id = span.trace_id if span else None
+        self._span = RequestSpan.start(
+            metrics.tracer,
+            f"{metrics.role} {endpoint}",
+            metrics.model_name or "",
+            scope["headers"],
+        )
+        self._trace_id = self._span.trace_id if self._span else None
         self._key_name = grant_of(scope).name
         self.share = share_of(scope)
         self._endpoint = endpoint
@@ -209,6 +215,12 @@ class RequestStats:
         else:
             self._metrics.observe("baton_inter_token_seconds", now - self._last_token_s)
         self._last_token_s = now
+
+    def report_headers(self) -> dict[str, str]:
+        """Return the header with the report on a request that has ended."""
+        if self.report is None:
+            return {}
+        return {REPORT_HEADER: self.report.encode().decode()}
 
     def mark_finished(
         self, usage: Usage, finish_reason: str, times: PhaseTimes | None = None

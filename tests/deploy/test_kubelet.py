@@ -117,6 +117,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[Cluster]:
+    """A prefill server and a decode server, each on two hosts, without GPUs."""
+    options = ["BATON_THREADS=1", "BATON_DEVICE=cpu", "BATON_TP=2", "BATON_EP=1"]
+    options.append("BATON_KV_CACHE_BYTES=268435456")
+    patches = [{"op": "replace", "path": "/spec/roles/1/spec/replicas", "value": 1}]
+    for role in range(2):
+        group = f"/spec/roles/{role}/spec/leaderWorkerTemplate"
+        for part in ("leaderTemplate", "workerTemplate"):
+            patches += _model_patches(tmp_path, f"{group}/{part}/spec")
+    target = {"kind": "DisaggregatedSet"}
+    patch = {"target": target, "patch": yaml.safe_dump(patches)}
+    with _running(tmp_path, "multi-host", options, [patch]) as cluster:
+        yield cluster
+
+
 def _body(index: int) -> dict[str, Any]:
     body = {
         "prompt": make_prompt(seed=index, length=60 + 20 * index),
@@ -245,3 +261,15 @@ def test_no_stream_breaks_while_all_pods_are_replaced(cluster: Cluster) -> None:
         )
     pods = [pod for pods in cluster.pods.values() for pod in pods]
     assert [pod.problems for pod in [*pods, *cluster.ended_pods]] == [[]] * 12
+
+
+@pytest.mark.slow
+def test_servers_of_two_hosts_answer_and_end_as_a_whole(two_hosts: Cluster) -> None:
+    """The test plays LeaderWorkerSet too: the pods of a server have its variables."""
+    with two_hosts.hosts.inside(NODE):
+        assert len(_stream(two_hosts, _body(1))) == 300
+        assert _proxy_total(two_hosts, "baton_proxy_requests_total", path="pd") == 1
+    leader, worker = two_hosts.pods["decode"]
+    worker.close()  # as if its node were lost
+    wait_until(lambda: leader.problems, 60)
+    assert leader.problems == ["baton ended with status 1"], leader.log("baton")

@@ -46,6 +46,8 @@ _PERSON = {
 }
 SCHEMA = {"type": "array", "items": _PERSON, "minItems": 1000}
 
+TokenArray = np.ndarray[tuple[int], np.dtype[np.int32]]
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -87,10 +89,10 @@ class PromptMaker:
     def __init__(self, workload: Workload, options: BodyOptions) -> None:
         self._workload = workload
         self._options = options
-        self._shared: dict[tuple[object, ...], list[int]] = {}
-        # Bodies of first turns are made before the start, once for all endpoints.
+        self._shared: dict[tuple[object, ...], TokenArray] = {}
+        # Prompts of first turns are drawn before the start, once for all endpoints.
         self._first_tokens = [
-            self.tokens(index, 0, []) for index in range(len(workload.sessions))
+            self._array(index, 0, []) for index in range(len(workload.sessions))
         ]
 
     def tokens(
@@ -102,18 +104,25 @@ class PromptMaker:
             answers: the endpoint's answers to the earlier turns. An answer without
                 token ids is replaced by random ones.
         """
-        tokens: list[int] = []
+        array = self._array(session_index, turn_index, answers)
+        tokens: list[int] = array.tolist()
+        return tokens
+
+    def _array(
+        self, session_index: int, turn_index: int, answers: Sequence[Answer]
+    ) -> TokenArray:
+        parts = []
         for segment in segments(self._workload, session_index, turn_index):
             key, _ = segment
             if key[0] == "answer":
                 answer = answers[int(str(key[2]))]
                 if answer.token_ids:
-                    tokens += answer.token_ids
+                    parts.append(np.asarray(answer.token_ids, dtype=np.int32))
                     continue
-            tokens += self._draw(segment)
-        return tokens
+            parts.append(self._draw(segment))
+        return np.concatenate(parts)
 
-    def _draw(self, segment: Segment) -> list[int]:
+    def _draw(self, segment: Segment) -> TokenArray:
         """Return the tokens of a segment that no server generated."""
         key, length = segment
         is_shared = key[0] == "block"
@@ -127,14 +136,13 @@ class PromptMaker:
                 self._shared[key] = drawn
         return drawn[:length]
 
-    def _random(self, key: tuple[object, ...], length: int) -> list[int]:
+    def _random(self, key: tuple[object, ...], length: int) -> TokenArray:
         seed = zlib.crc32(f"{self._options.seed} {key}".encode())
         rng = np.random.default_rng(seed)
         first, end = FIRST_TOKEN_ID, self._options.vocab_size
         if self._options.uses_words:
             first, end = 0, len(WORDS)
-        tokens: list[int] = rng.integers(first, end, length).tolist()
-        return tokens
+        return rng.integers(first, end, length, dtype=np.int32)
 
     def body(
         self,
@@ -160,7 +168,7 @@ class PromptMaker:
         elif turn_index:
             body["prompt"] = self.tokens(session_index, turn_index, answers)
         else:
-            body["prompt"] = self._first_tokens[session_index]
+            body["prompt"] = self._first_tokens[session_index].tolist()
         return body
 
     def warmup_body(
@@ -171,7 +179,8 @@ class PromptMaker:
         """
         turn = self._workload.sessions[0].turns[0]
         body = self._common_fields(model, turn.output_tokens, returns_token_ids)
-        numbers = self._random(("warm-up", number), turn.input_tokens)
+        numbers: list[int]
+        numbers = self._random(("warm-up", number), turn.input_tokens).tolist()
         words = " ".join(WORDS[number % len(WORDS)] for number in numbers)
         if self._options.is_chat:
             body["messages"] = [{"role": "user", "content": words}]

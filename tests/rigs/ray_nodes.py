@@ -16,6 +16,7 @@ from tests.ports import reserved_ports
 from tests.rigs.cluster import wait_until
 
 START_TIMEOUT_S = 120.0
+CONNECT_TIMEOUT_S = 30.0
 # A node gives up after 30 s if the machine is busy.
 MAX_STARTS = 3
 # These ports of a node are given, because several nodes share this machine.
@@ -155,12 +156,15 @@ def _num_alive(address: str) -> int:
         "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
         "print('alive:', sum(node['Alive'] for node in ray.nodes()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, address],
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script, address],
+            capture_output=True,
+            text=True,
+            timeout=CONNECT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:  # the head does not listen yet
+        return 0
     # Ray may print lines of its own.
     matches = re.findall(r"alive: (\d+)", done.stdout)
     return int(matches[0]) if matches else 0

@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.loads import read_mooncake
+from benchmarks.bench.traces import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
+from benchmarks.bench.traces import read_trace
+from benchmarks.loads import from_sessions
 from tests.make_models import ensure_model
 from tests.rigs.client import fresh_prompt, greedy, parse_kv, post
 from tests.rigs.cluster import Server, start_decode, start_prefill, start_proxy, started
@@ -131,7 +133,8 @@ def _trace() -> list[tuple[int, ...]]:
     """
     path = os.environ.get("BATON_TEST_TRACE")
     if path:
-        rows = [request.hashes for request in read_mooncake(Path(path), 1.0, 4000)[0]]
+        requests, _ = from_sessions(read_trace(Path(path), 4000), TRACE_BLOCK_TOKENS)
+        rows = [request.hashes for request in requests]
         sizes = Counter(row[1:2] for row in rows)
         rows = [row for row in rows if sizes[row[1:2]] > 1 and len(row) <= 200]
         return rows[:_MAX_REQUESTS]

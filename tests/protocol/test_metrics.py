@@ -84,11 +84,13 @@ def test_label_order_does_not_matter_and_wrong_labels_are_refused():
         metrics.inc("baton_prompt_tokens")  # a proxy has no such metric
 
 
-def test_version_equals_the_package_and_fingerprint_depends_on_the_model():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
-        "project"
-    ]
-    assert project["version"] == VERSION
+def test_package_takes_this_version_and_fingerprint_depends_on_the_model():
+    pyproject = tomllib.loads(
+        (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    )
+    assert pyproject["project"]["dynamic"] == ["version"]
+    version = pyproject["tool"]["setuptools"]["dynamic"]["version"]
+    assert version == {"attr": "protocol.version.VERSION"}
     assert system_fingerprint("a") == system_fingerprint("a") != system_fingerprint("b")
 
 

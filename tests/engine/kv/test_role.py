@@ -18,6 +18,13 @@ from tests.rigs.engines import COMPAT, OTHER_COMPAT, SECRET
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+# Series that rank 0 measures outside of the core, which these engines do not have.
+RANK_SERIES = {
+    "baton_kernels_loaded_late",
+    "baton_engine_memory_used_bytes",
+    "baton_engine_memory_total_bytes",
+    "baton_kv_transports",
+}
 # A hung pull times out only when Pair.skip advances the clock.
 LONG_PULL_TIMEOUT = PullSettings(pull_timeout_s=100.0, drain_grace_s=0.01)
 
@@ -43,9 +50,8 @@ def test_every_series_is_exposed_before_its_first_event(pair):
         assert exposed == {f"{name}{{{value}}}": 0 for value in values}
     stats |= pair.p.core.stats()  # only P's connector has the metrics of a lender
     for spec in TABLE:
-        assert spec.origin != "engine" or any(
-            key.startswith(spec.name) for key in stats
-        ), spec
+        if spec.origin == "engine" and spec.name not in RANK_SERIES:
+            assert any(key.startswith(spec.name) for key in stats), spec
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -104,11 +110,11 @@ def test_phase_times_of_a_request_are_reported_in_order(pair):
     pulled = pair.terminal_delta(name).times
     local = pair.terminal_delta("local").times
     assert pulled is not None and local is not None
-    order = ["admitted", "read", "pulled", "drawn"]
+    order = ["queued", "admitted", "read", "pulled", "drawn"]
     phases = pulled.since(0.0)
     assert list(phases) == order
     assert sorted(phases, key=lambda phase: phases[phase]) == order
-    assert list(local.since(0.0)) == ["admitted", "drawn"], "nothing was pulled"
+    assert list(local.since(0.0)) == ["queued", "admitted", "drawn"]
 
 
 def test_prompt_that_another_request_computed_during_a_hung_pull_counts_as_recomputed(

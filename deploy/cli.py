@@ -117,7 +117,7 @@ GROUPS = {
         "completion": Command(
             "a script that completes commands and options in your shell",
             program="deploy.completion:main",
-            options="deploy.completion:own_parser",
+            options="deploy.completion:completion_parser",
         ),
     },
 }

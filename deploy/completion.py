@@ -22,7 +22,7 @@ _FOLDERS = frozenset({"dir"})
 _CHOICES = re.compile(r"\{([^{}]+)\}")
 
 
-def own_parser() -> argparse.ArgumentParser:
+def completion_parser() -> argparse.ArgumentParser:
     """Returns the parser of `baton completion`."""
     parser = argparse.ArgumentParser(
         prog="baton completion",
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the script. Returns the exit status."""
     from deploy.cli import COMMANDS
 
-    arguments = own_parser().parse_args(argv)
+    arguments = completion_parser().parse_args(argv)
     commands = {
         name: (command.summary, command.options) for name, command in COMMANDS.items()
     }

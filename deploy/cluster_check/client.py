@@ -98,8 +98,10 @@ class Client:
                     raw += chunk
         except aiohttp.ClientConnectorError as error:
             number = error.os_error.errno
-            is_known = number is not None and number > 0
-            reason = os.strerror(number or 0) if is_known else str(error.os_error)
+            if number is not None and number > 0:
+                reason = os.strerror(number)
+            else:  # such as a name that cannot be resolved
+                reason = str(error.os_error)
             raise NoAnswer(reason) from None
         except TimeoutError:
             raise NoAnswer(f"no answer within {self._timeout_s:g} s") from None

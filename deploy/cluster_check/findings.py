@@ -156,8 +156,11 @@ def _digests(servers: Sequence[Server]) -> Iterator[Finding]:
         for source in usable:
             is_pair = source.role == "prefill" and target.role != "prefill"
             same_name = source.report["model"] == target.report["model"]
-            digests = (source.report["kv_digest"], target.report["kv_digest"])
-            if is_pair and same_name and not may_pair(*digests):
+            is_compatible = may_pair(
+                prefill_digest=source.report["kv_digest"],
+                decode_digest=target.report["kv_digest"],
+            )
+            if is_pair and same_name and not is_compatible:
                 yield Finding("error", _difference(source, target))
 
 

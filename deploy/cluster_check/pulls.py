@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.cluster_check.client import Client, NoAnswer, Reply
@@ -109,7 +109,7 @@ async def pull(client: Client, source: Server, target: Server) -> Pull:
 
 async def _pull_once(client: Client, source: Server, target: Server) -> Pull:
     """Raises NoAnswer."""
-    names = (source.name, target.name)
+    result = Pull(source=source.name, target=target.name)
     request_id = f"doctor-{secrets.token_hex(8)}"
     body = completion_body(
         target.report.get("model"),
@@ -124,7 +124,7 @@ async def _pull_once(client: Client, source: Server, target: Server) -> Pull:
     )
     reference = (prefill.body or {}).get("kv_transfer_params")
     if prefill.status != 200 or reference is None:
-        return Pull(*names, problem=f"the prefill leg fails: {prefill.error}")
+        return replace(result, problem=f"the prefill leg fails: {prefill.error}")
     before = await _kv_series(client, target)
     try:
         decode = await client.post(
@@ -138,7 +138,7 @@ async def _pull_once(client: Client, source: Server, target: Server) -> Pull:
         raise
     total_s = time.monotonic() - began_s
     if decode.status != 200:
-        return Pull(*names, problem=f"the decode leg fails: {decode.error}")
+        return replace(result, problem=f"the decode leg fails: {decode.error}")
     recomputed = await client.post(
         f"{target.url}/v1/completions",
         {**body, "cache_salt": f"{request_id}-alone"},
@@ -151,8 +151,8 @@ async def _pull_once(client: Client, source: Server, target: Server) -> Pull:
         if value > before.get(key, 0.0)
     }
     kv = kv_of(decode)
-    return Pull(
-        *names,
+    return replace(
+        result,
         kv=kv,
         seconds=await _pull_seconds(client, target, request_id),
         num_bytes=_num_bytes(changes),

@@ -96,7 +96,9 @@ def test_manifests_are_valid(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_pod_templates_of_custom_resources_are_valid(name):
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    for _, template in pod_templates(manifests(name)):
+    templates = list(pod_templates(manifests(name)))
+    assert templates, "the manifests have no pods"
+    for _, template in templates:
         pod_manifest = {"apiVersion": "v1", "kind": "Pod", **template}
         pod_manifest["metadata"] = {"name": "a", **template["metadata"]}
         kubernetes_validate.validate(pod_manifest, KUBERNETES_VERSION, strict=True)

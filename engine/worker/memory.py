@@ -34,6 +34,9 @@ logger = logging.getLogger("baton.engine")
 _CPU_FREE_SHARE = 0.2
 _CPU_DEFAULT_MAX_BYTES = 4 * 2**30
 _UTILIZATION = "--gpu-memory-utilization"
+# Bound of the GPU memory that one rank takes outside torch's allocator. One rank of an
+# H200 takes 0.7 GiB; the rest is for NCCL's buffers.
+_MAX_OUTSIDE_TORCH_BYTES = 3 * 2**30
 # The least time between two measurements. The driver's answer takes 0.1 ms, and an
 # engine may collect its statistics many times per second.
 _INTERVAL_S = 1.0
@@ -130,19 +133,42 @@ def make_memory(
     return RankMemory(pool, backend)
 
 
-def free_gpu_bytes(device: torch.device, utilization: float, *, peak_bytes: int) -> int:
-    """Bytes of a GPU that KV may take. The result is negative if the weights and the
-    largest step already exceed `utilization`.
+class GpuUse(NamedTuple):
+    """The memory of a GPU, in bytes.
+
+    Attributes:
+        total: the whole memory.
+        free: not allocated by any process.
+        reserved: allocated by this process's torch allocator, in use or not.
+    """
+
+    total: int
+    free: int
+    reserved: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "GpuUse":
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, torch.cuda.memory_reserved(device))
+
+
+def kv_bytes(use: GpuUse, utilization: float, *, peak_bytes: int) -> int:
+    """Bytes of a GPU that this process's KV may take. The result is negative if the
+    weights and the largest step already exceed `utilization`.
 
     Args:
-        utilization: share of the GPU's memory that all its processes may take.
+        utilization: share of the GPU's memory that this process may take. Memory that
+            other processes have taken does not count, but is not available either.
         peak_bytes: the most memory that torch had allocated during the largest step,
             including the weights.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    # Memory outside torch's allocator: contexts, kernels, and other processes.
-    outside_torch = total - free - torch.cuda.memory_reserved(device)
-    return int(total * utilization) - outside_torch - peak_bytes
+    # Contexts, kernels and NCCL's buffers; also those of other processes, because the
+    # driver does not tell in every container which process a byte belongs to.
+    outside_torch = use.total - use.free - use.reserved
+    own_outside_torch = min(outside_torch, _MAX_OUTSIDE_TORCH_BYTES)
+    allowed = int(use.total * utilization) - own_outside_torch - peak_bytes
+    available = use.free + use.reserved - peak_bytes
+    return min(allowed, available)
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import (
+    GpuUse,
     explaining_oom,
-    free_gpu_bytes,
+    kv_bytes,
     max_sequence_tokens,
     options_of_step_memory,
 )
@@ -147,8 +148,8 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
     if not config.enforce_eager:
         num_logits = config.max_num_seqs * runner.model_config.vocab_size
         peak_bytes += num_logits * _GRAPH_BYTES_PER_LOGIT + _GRAPHS_BASE_BYTES
-    return free_gpu_bytes(
-        runner.device, config.gpu_memory_utilization, peak_bytes=peak_bytes
+    return kv_bytes(
+        GpuUse.of(runner.device), config.gpu_memory_utilization, peak_bytes=peak_bytes
     )
 
 

@@ -258,7 +258,8 @@ class EngineOptions(GeometryOptions):
     mixture-of-experts model are divided. Each group is on --tp / --ep ranks (a divisor
     of --tp; 1: every rank has a slice of every expert)"""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """share of a GPU's memory that weights, activations and KV may use"""
+    """share of a GPU's memory that this server's weights, activations and KV may use.
+    Two servers on one GPU: 0.45 each"""
     enforce_eager: bool = False
     """run decode steps without CUDA graphs: the server starts faster and decodes
     slower"""

@@ -16,10 +16,12 @@ from engine.worker.load import (
     explaining_failures,
 )
 from engine.worker.memory import (
+    GpuUse,
     MemoryGauge,
     MemoryTooSmall,
     block_bytes,
     decide_max_model_len,
+    kv_bytes,
     size_pool,
 )
 from engine.worker.rank import measure_pool_size
@@ -243,3 +245,35 @@ def test_memory_in_use_is_that_of_this_process_on_a_cpu():
     used, total = gauge.values().values()
     assert 10_000_000 < used < total
     assert gauge.values() == gauge.values(), "it was measured twice at once"
+
+
+_GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("use", "utilization", "gib"),
+    [
+        pytest.param(
+            GpuUse(total=100 * _GIB, free=68 * _GIB, reserved=30 * _GIB),
+            0.9,
+            90 - 2 - 20,
+            id="alone, 2 GiB are outside torch",
+        ),
+        pytest.param(
+            GpuUse(total=100 * _GIB, free=25 * _GIB, reserved=30 * _GIB),
+            0.45,
+            45 - 3 - 20,
+            id="another server has 43 GiB",
+        ),
+        pytest.param(
+            GpuUse(total=100 * _GIB, free=5 * _GIB, reserved=30 * _GIB),
+            0.9,
+            5 + 30 - 20,
+            id="another server has 63 GiB of the 90 that this one may take",
+        ),
+    ],
+)
+def test_memory_of_other_processes_is_not_counted(
+    use: GpuUse, utilization: float, gib: int
+) -> None:
+    assert kv_bytes(use, utilization, peak_bytes=20 * _GIB) == gib * _GIB

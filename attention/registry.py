@@ -99,6 +99,16 @@ def compile_modules(
         flashinfer_jit.compile_missing(modules, free_bytes)
 
 
+def are_modules_compiled(name: str, spec: AttentionSpec, device: torch.device) -> bool:
+    """Returns whether `compile_modules` has nothing to do."""
+    if resolve_backend_name(name, spec.device) != "flashinfer":
+        return True
+    from attention import flashinfer_jit
+
+    modules = flashinfer_jit.modules_for(spec, device)
+    return all(module.is_compiled for module in modules.values())
+
+
 def watch_modules(on_load: Callable[[str], None]) -> None:
     """Calls `on_load` with the name of every kernel module that a backend loads."""
     try:

@@ -28,6 +28,7 @@ _SCALES: Final = (2.0, 0.5)  # FP8 scales of keys, and of values
 _NORM_WEIGHTS: Final = (2.0, 0.5)  # of the norms of queries, and of keys
 _SMALL_EPS: Final = 1e-20  # of the norms; too small to change their results
 _MAX_ERROR_CHARS: Final = 200
+_is_ignored = False  # see `ignore_self_tests`
 
 
 def check_storing(
@@ -101,6 +102,12 @@ def check_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> Non
     _run_check("reads KV of FP8", compare)
 
 
+def ignore_self_tests() -> None:
+    """Makes all checks of this process pass, because it launches no kernels."""
+    global _is_ignored
+    _is_ignored = True
+
+
 def _run_check(action: str, check: Callable[[], str | None]) -> None:
     """Runs the check of one kernel.
 
@@ -116,7 +123,7 @@ def _run_check(action: str, check: Callable[[], str | None]) -> None:
     except Exception as error:  # compilers and drivers raise errors of any class
         text = str(error).strip()[:_MAX_ERROR_CHARS]
         problem = f"raises {type(error).__name__}: {text}"
-    if problem is not None:
+    if problem is not None and not _is_ignored:
         raise UnsupportedPool(
             "attention_backend flashinfer failed its self-test on this GPU: the kernel "
             f"that {action} {problem}; use --attention-backend torch"

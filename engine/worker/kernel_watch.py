@@ -77,5 +77,10 @@ def install_kernel_hooks() -> None:
     def record_load(_module: Any, _function: Any, name: str, *_: Any) -> None:
         KERNELS.record(name)
 
+    def record_compilation(*, src: Any, cache_hit: bool, times: Any, **_: Any) -> None:
+        if not cache_hit:
+            logger.debug("compiled %s in %.2f s", src.name, times.total / 1e6)
+
+    knobs.compilation.listener = record_compilation
     knobs.runtime.kernel_load_start_hook.add(record_load)
     watch_modules(KERNELS.record)

@@ -189,10 +189,7 @@ def warm_up(runner: ModelRunner) -> None:
     num_kernels = KERNELS.num_at_start
     for step in steps(WarmUpSizes.of(runner)):
         try:
-            pending = runner.launch(step)
-            if step.is_masked and runner.model.parallel.rank == 0:
-                pending.draw(_all_allowed(runner, len(step.sampling)))
-            pending.result()
+            run_step(runner, step)
         except StepFailed as error:
             # Only an engine of one rank raises StepFailed, and it can continue. A
             # request that needs the same step will fail as well.
@@ -204,6 +201,18 @@ def warm_up(runner: ModelRunner) -> None:
         time.monotonic() - started_s,
         KERNELS.num_at_start - num_kernels,
     )
+
+
+def run_step(runner: ModelRunner, step: StepInput) -> None:
+    """Runs a warm-up step, and waits for its end.
+
+    Raises:
+        StepFailed: as `runner.launch`.
+    """
+    pending = runner.launch(step)
+    if step.is_masked and runner.model.parallel.rank == 0:
+        pending.draw(_all_allowed(runner, len(step.sampling)))
+    pending.result()
 
 
 def _all_allowed(runner: ModelRunner, rows: int) -> Int32s:

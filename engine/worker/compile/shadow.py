@@ -1,0 +1,69 @@
+"""A process that finds the Triton kernels that a rank is going to need, and has them
+compiled by other processes.
+
+Triton compiles a kernel at its first launch. That takes about 0.3 s, most of it in
+Python, so threads would not help: the 52 kernels of an 8B model with FP8 weights take
+17 s one after the other. This process makes the same model as the rank, but with random
+weights and only the first layers, and runs the steps of the warm-up without launching
+kernels. Triton reports which kernels the steps lack. Meanwhile the rank imports its
+modules. Then it finds the kernels in Triton's cache on disk.
+
+A rank needs nothing of this process but time: it compiles itself what it does not find.
+"""
+
+import logging
+import os
+import sys
+import time
+
+from engine.config import EngineConfig
+from engine.worker.compile.processes import KernelCompilers, KernelRequest
+from protocol.process import lifecycle
+from protocol.process.logging import setup_logging
+
+logger = logging.getLogger("baton.engine")
+
+# Bound of the processes. A model needs about 60 kernels, so more processes would
+# compile fewer than eight each, and each process takes 0.5 GiB of memory.
+_MAX_PROCESSES = 8
+
+
+def main() -> None:
+    """Compiles the kernels of the rank whose EngineConfig is on standard input."""
+    lifecycle.watch_parent()
+    config = EngineConfig.model_validate_json(sys.stdin.buffer.read())
+    setup_logging(config.role, level=config.log_level, log_format=config.log_format)
+    num_processors = len(os.sched_getaffinity(0))
+    compilers = KernelCompilers(max(1, min(_MAX_PROCESSES, num_processors - 2)))
+    started_s = time.monotonic()
+    requests: list[KernelRequest] = []
+
+    def record(request: KernelRequest) -> None:
+        requests.append(request)
+        compilers.submit(request)
+
+    # Imported here, while the compiling processes import their modules. This takes
+    # seconds, and those processes import this module, too.
+    from engine.worker.compile.shadow_model import run_steps
+    from engine.worker.compile.skipping import skipping_kernels
+
+    imported_s = time.monotonic()
+    with skipping_kernels(record):
+        run_steps(config)
+    found_s = time.monotonic()
+    num_compiled = compilers.wait()
+    logger.info(
+        "compiled %d of %d kernels: %.1f s for imports, %.1f s to find the kernels, "
+        "%.1f s for the rest",
+        num_compiled,
+        len(requests),
+        imported_s - started_s,
+        found_s - imported_s,
+        time.monotonic() - found_s,
+    )
+    compilers.close()
+    lifecycle.exit_now(0)
+
+
+if __name__ == "__main__":
+    main()

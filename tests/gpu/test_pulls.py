@@ -177,8 +177,10 @@ def decode_on(
     is_busy: bool = False,
     **options: Any,
 ) -> Decode:
+    # A pool in host memory is written to by a GPU, as in a host's KV store.
     make_placer = partial(
         CudaPlacer,
+        device=torch.device("cuda:0" if device == "cpu" else device),
         num_programs=num_programs,
         long_run_bytes=long_run_bytes,
         is_busy=lambda: is_busy,
@@ -213,6 +215,9 @@ DEVICES = [
 ]
 
 
+WITH_HOST = [*DEVICES, ("cpu", "cuda:0"), ("cuda:0", "cpu")]
+
+
 def assert_pulls(
     decode: Decode,
     prefill: Any,
@@ -231,7 +236,7 @@ def assert_pulls(
     assert np.array_equal(tokens, expected(remote, start, stop))
 
 
-@pytest.mark.parametrize(("source", "target"), DEVICES)
+@pytest.mark.parametrize(("source", "target"), WITH_HOST)
 @pytest.mark.parametrize(
     ("p", "d"),
     [
@@ -251,7 +256,7 @@ def test_pull_from_another_process(to_close, source, target, p, d):
     assert_pulls(decode, prefill, 3, 22, (3, 1, 7)[:num_blocks])
 
 
-@pytest.mark.parametrize(("source", "target"), DEVICES)
+@pytest.mark.parametrize(("source", "target"), WITH_HOST)
 def test_pull_from_a_pool_of_the_same_process(to_close, source, target):
     """Memory of the same process must be read without an IPC handle."""
     prefill = Prefill(lambda: nixl("P", source), device=source)
@@ -259,9 +264,7 @@ def test_pull_from_a_pool_of_the_same_process(to_close, source, target):
     assert_pulls(decode_on(target, to_close), prefill)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [*DEVICES, ("cpu", "cuda:0"), ("cuda:0", "cpu")]
-)
+@pytest.mark.parametrize(("source", "target"), WITH_HOST)
 @pytest.mark.parametrize(
     ("p", "path"),
     [

@@ -19,6 +19,7 @@ unit, which select the scale factor of the unit.
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,7 +30,12 @@ from msgspec.structs import replace
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.move import cuda
-from kvcache.transfer.move.peer_memory import Memory, NotMappable, open_on_gpu
+from kvcache.transfer.move.peer_memory import (
+    Memory,
+    NotMappable,
+    open_host_for_gpu,
+    open_on_gpu,
+)
 from kvcache.transfer.move.place import ALL_BYTES, Placer, axes_of
 from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.endpoint import IntArray, PlanError
@@ -183,8 +189,9 @@ class CudaPlacer(Placer):
     """Places with copy engines and the kernel.
 
     Args:
-        pool: the pool of this rank, on a GPU. The copies write to this pool, and its
-            device runs them.
+        pool: the pool of this rank. The copies write to this pool. A pool in host
+            memory is registered with the driver, which takes memory for all its pages.
+        device: the GPU that runs the copies; None: the pool is on this GPU.
         num_programs: thread blocks of one launch; see NUM_PROGRAMS.
         long_run_bytes: copy engines move runs of at least this size; 0: all runs. While
             `is_busy`, copy engines also move runs of at least _BUSY_RUN_BYTES.
@@ -197,11 +204,16 @@ class CudaPlacer(Placer):
         self,
         pool: KVPool,
         *,
+        device: torch.device | None = None,
         num_programs: int = NUM_PROGRAMS,
         long_run_bytes: int = LONG_RUN_BYTES,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(pool)
+        super().__init__(pool, device)
+        if pool.device.type == "cpu":
+            with torch.cuda.device(self._device):
+                cuda.register_host(pool.base_address, pool.nbytes)
+            weakref.finalize(pool, _unregister, pool.base_address)
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._is_busy = is_busy
@@ -219,7 +231,7 @@ class CudaPlacer(Placer):
         """
         for kind in kernel_kinds_into(self._pool.layout, convert=convert):
             try:
-                with torch.cuda.device(self._pool.device):
+                with torch.cuda.device(self._device):
                     self._launch(kind, *[self._pool.base_address] * 5, 0)
             except Exception as error:  # driver and compiler raise errors of any type
                 self._failed[kind] = repr(error)
@@ -244,7 +256,9 @@ class CudaPlacer(Placer):
                 raise NotMappable(
                     f"the kernel that copies KV cannot be compiled: {reason}"
                 )
-        return open_on_gpu(rank, self._pool.device)
+        if rank.device_kind == "cpu":
+            return open_host_for_gpu(rank, self._device)
+        return open_on_gpu(rank, self._device)
 
     def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
         if self._is_for_engines(copy, scale_factors):
@@ -294,7 +308,7 @@ class CudaPlacer(Placer):
         # The device tables may be freed right after the launch: torch reuses their
         # memory only for later work on this stream.
         device_tables = torch.split(
-            host_tables.to(self._pool.device, non_blocking=True),
+            host_tables.to(self._device, non_blocking=True),
             [len(table) for table in tables],
         )
         self._launch(
@@ -311,16 +325,34 @@ class CudaPlacer(Placer):
         launch(*kind, self._num_programs, *numbers)
 
 
-def placer_for(pool: KVPool, *, convert: bool, **options: Any) -> Placer:
+def _unregister(address: int) -> None:
+    """Unregisters the host memory of a pool that is about to be freed."""
+    try:
+        cuda.unregister_host(address)
+    except cuda.CudaError as error:
+        logger.warning("host memory of a KV pool cannot be unlocked: %s", error)
+
+
+def placer_for(
+    pool: KVPool,
+    *,
+    convert: bool,
+    device: torch.device | None = None,
+    **options: Any,
+) -> Placer:
     """Makes the placer of a pool: on a GPU a compiled CudaPlacer, on a CPU a Placer.
 
     Args:
         convert: compile also the kernels that convert dtypes and scales.
+        device: as in CudaPlacer.
         options: further arguments of CudaPlacer.
+
+    Raises:
+        CudaError: `device` cannot write to the host memory of the pool.
     """
-    if pool.device.type == "cpu":
+    if (device or pool.device).type == "cpu":
         return Placer(pool)
-    placer = CudaPlacer(pool, **options)
+    placer = CudaPlacer(pool, device=device, **options)
     placer.compile(convert=convert)
     return placer
 

@@ -34,23 +34,27 @@ class Placer:
 
     On a CPU the calling thread copies. On a GPU the copies run on the placer's stream.
     Only the thread that has called `bind_thread` may use a placer.
+
+    Args:
+        device: carries out the copies; None: the device of the pool.
     """
 
     launch_bytes = 16 << 20  # bound of a launch; a CPU copies this in 2 to 4 ms
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, device: torch.device | None = None) -> None:
         self._pool = pool
+        self._device = device or pool.device
         self._stream = None
-        if pool.device.type == "cuda":
+        if self._device.type == "cuda":
             # 0 is the lowest priority, so the engine's kernels go first.
             self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                pool.device, priority=0
+                self._device, priority=0
             )
 
     def bind_thread(self) -> None:
         """Prepares the calling thread. Only this thread may then use the placer."""
         if self._stream is not None:
-            torch.cuda.set_device(self._pool.device)
+            torch.cuda.set_device(self._device)
 
     def open(self, rank: RankMetadata) -> Memory:
         """Opens a peer's pool.
@@ -80,7 +84,7 @@ class Placer:
         if self._stream is None:
             self._place(copy, source, scale_factors)
             return None
-        with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
                 self._place(copy, source, scale_factors)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]

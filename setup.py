@@ -4,6 +4,8 @@ The folders of the repository become packages inside `baton_pd`, so that an inst
 Baton adds one name to an environment (baton_pd/__init__.py).
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 NAME = "baton_pd"
@@ -20,7 +22,8 @@ FOLDERS = (
     "benchmarks",
 )
 packages = find_packages(include=[*FOLDERS, *(f"{folder}.*" for folder in FOLDERS)])
-packages.append("examples")  # programs of users, not a package
+if Path("examples").is_dir():  # an image installs the dependencies before it has them
+    packages.append("examples")  # programs of users, not a package
 
 setup(
     packages=[NAME, *(f"{NAME}.{package}" for package in packages)],

@@ -73,7 +73,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run([sys.executable, "-P", "-c", BUILD.format(str(folder))], source)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+        file.extractall(folder)
     unpacked = folder / f"{NAME}-{VERSION}"
     options = ("--no-deps", "--no-build-isolation", "--wheel-dir", folder)
     pip("wheel", *options, unpacked, cwd=folder)

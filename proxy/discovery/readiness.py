@@ -78,7 +78,7 @@ class Readiness:
             return
         gaps = self._gaps()
         self._started_models.update(model for model, gap in gaps.items() if not gap)
-        if self._clock() < self._deadline:
+        if self._clock() < self._deadline or not gaps:
             return
         self._is_wait_over = True
         lasting_gaps = [

@@ -404,4 +404,4 @@ def _describe(resources: dict[str, float]) -> str:
 
 
 def _describe_all(nodes: Sequence[dict[str, float]]) -> str:
-    return "; ".join(_describe(node) for node in nodes)
+    return "; ".join(sorted(_describe(node) for node in nodes))

@@ -64,7 +64,7 @@ def test_servers_that_no_node_can_run_are_refused(tiny_model, ray):
     message = refused([*BATON, *options, "--decode.threads", "4"])
     assert message == (
         "decode-0 needs 4 CPU on one node, and no node of the Ray cluster has that; "
-        "the nodes have neither GPU nor CPU; 2 CPU; 2 CPU. Add a node, or change "
+        "the nodes have 2 CPU; 2 CPU; neither GPU nor CPU. Add a node, or change "
         "--prefill.threads and --decode.threads"
     )
     message = refused([*BATON, *options, "--decode.count", "6"])
@@ -84,13 +84,12 @@ def test_address_without_a_cluster_is_refused(tiny_model):
     ("version", "python"), [("2.9.9", "3.11"), (None, "3.9.1")], ids=["Ray", "Python"]
 )
 def test_cluster_of_another_version_is_refused(version, python, tiny_model, ray):
-    address, _ = ray
     program = (
         "import sys, ray, ray._private.utils as utils; from deploy.cli import main; "
         f"versions = ({version!r} or ray.__version__, {python!r}); "
         "utils.compute_version_info = lambda: versions; sys.exit(main(sys.argv[1:]))"
     )
-    options = options_of(tiny_model, address)
+    options = options_of(tiny_model, ray.address)
     message = refused([sys.executable, "-c", program, *options])
     assert message.startswith("the Ray cluster runs Ray ")
     assert f"and Python {python}; use the same versions" in message

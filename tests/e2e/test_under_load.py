@@ -130,7 +130,7 @@ def test_prefill_hides_a_slow_link(hosts, default_model):
     servers = ["--prefill", p.url, "--decode", d.url]
     gaps_s: dict[str, float] = {}
     sent_bytes: dict[str, int] = {}
-    for order, secret in (("in turn", "another secret"), ("at once", SECRET)):
+    for order, secret in (("in turn", "another cluster secret"), ("at once", SECRET)):
         x = hosts.start("x", "proxy", *servers, BATON_CLUSTER_SECRET=secret)
         with hosts.inside("x"):
             wait_until(lambda x=x: all_ready(x))

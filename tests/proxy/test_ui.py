@@ -233,9 +233,11 @@ async def test_server_without_statistics_does_not_hide_the_other_servers(
     async with Rig([Fake(prefills)], [Fake(decodes), Fake(decodes)]) as rig:
         rig.decode[0].on_stats = on_stats
         rig.decode[1].on_stats = Stats(x=1.0)
-        servers = (await poll(rig))["servers"]
+        page_state = await poll_until(
+            rig, lambda data: data["servers"]["decode-1"]["values"] == {"x": 1.0}
+        )
+        servers = page_state["servers"]
         assert servers["decode-0"]["reason"] and servers["decode-0"]["state"] == "ready"
-        assert servers["decode-1"]["values"] == {"x": 1.0}
         assert (await rig.complete()).status_code == 200
 
 

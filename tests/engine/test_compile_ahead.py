@@ -40,13 +40,13 @@ if __name__ == "__main__":
 def test_every_module_with_kernels_is_listed() -> None:
     """Else the names of its kernels in the cache depend on the order of launches."""
     listed = {name.replace(".", "/") + ".py" for name in KERNEL_MODULES}
-    found = {
+    modules_with_kernels = {
         str(path.relative_to(_ROOT))
         for package in ("attention", "engine", "kvcache", "model")
         for path in (_ROOT / package).rglob("*.py")
         if "triton.jit" in path.read_text() and path.parent.name != "compile"
     }
-    assert found == listed
+    assert modules_with_kernels == listed
 
 
 def test_kernels_are_compiled_into_the_cache(tmp_path: Path) -> None:

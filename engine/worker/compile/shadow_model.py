@@ -32,7 +32,9 @@ def run_steps(config: EngineConfig) -> None:
     if not are_modules_compiled(config.attention_backend, spec, device):
         return
     config = config.model_copy(update={"load_format": "dummy"})
-    runner = ModelRunner(config, first_layers(model_config), _alone(config, rank))
+    runner = ModelRunner(
+        config, first_layers(model_config), _rank_without_peers(config, rank)
+    )
     num_tokens = min(config.max_num_batched_tokens, model_config.max_position)
     num_blocks = -(-num_tokens // config.tokens_per_block) * runner.groups.count
     runner.memory = runner.make_memory(num_blocks + 1)
@@ -73,7 +75,7 @@ def first_layers(model_config: ModelConfig) -> ModelConfig:
     return replace(model_config, **changes)
 
 
-def _alone(config: EngineConfig, rank: int) -> Parallel:
+def _rank_without_peers(config: EngineConfig, rank: int) -> Parallel:
     """A rank whose collectives send nothing."""
     if config.tp == 1:
         return Parallel(rank, 1)

@@ -108,16 +108,20 @@ class Member:
     # -- the thread that prepares the start
 
     def _prepare(self) -> None:
+        """Joins node 0, prepares the configuration, and reports it to node 0.
+
+        Every error ends this node: without this thread, it would wait forever.
+        """
         try:
             link = self._join()
-            self._post(self._set_link, link)
-            link.start(
-                lambda message: self._post(self._on_message, message),
-                lambda error: self._post(self._fail, error),
-            )
-        except (StartFailure, Disagreement) as error:
-            self._post(self._fail, str(error))
+        except Exception as error:
+            self._post(self._fail, _describe(error))
             return
+        self._post(self._set_link, link)
+        link.start(
+            lambda message: self._post(self._on_message, message),
+            lambda error: self._post(self._fail, error),
+        )
         try:
             settings = self._settings
             report_progress("looking for the model")
@@ -128,9 +132,9 @@ class Member:
             report_progress("checking the model")
             report = report_of(prepared.config, prepared.model_config)
             self._post(self._set_prepared, prepared, report)
-        except (StartFailure, ValueError, OSError) as error:
+        except Exception as error:
             name = f"node {settings.node_rank} ({link.local_host})"
-            self._post(self._report_failure, f"{name}: {error}")
+            self._post(self._report_failure, f"{name}: {_describe(error)}")
 
     def _join(self) -> NodeLink:
         """Connects to node 0, and tries again until the timeout.
@@ -305,7 +309,16 @@ class Member:
             self._link.send(message)
 
 
+def _describe(error: Exception) -> str:
+    """Returns the reason of a failed start. An unexpected error is also logged."""
+    if isinstance(error, StartFailure | Disagreement | ValueError | OSError):
+        return str(error) or type(error).__name__
+    logger.error("the start failed unexpectedly", exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
 def report_progress(text: str) -> None:
+    """Logs the current step of the start, and reports it to the parent process."""
     logger.info("%s", text)
     lifecycle.report_progress(text)
 

@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import pytest
 
+from engine.nodes.link import NodeLink
 from engine.nodes.member import Member
 from engine.prepare import StartFailure
 from protocol.settings.settings import DecodeSettings
 
 
-def _join(port: int) -> str:
-    """Return why a node cannot join at a port."""
-    settings = DecodeSettings(
+def _settings(port: int) -> DecodeSettings:
+    return DecodeSettings(
         _cli_parse_args=[],
         tp=2,
         nnodes=2,
@@ -22,8 +22,12 @@ def _join(port: int) -> str:
         rendezvous_timeout_s=0.2,
         cluster_secret="a secret of these tests",
     )
+
+
+def _join(port: int) -> str:
+    """Return why a node cannot join at a port."""
     with pytest.raises(StartFailure) as caught:
-        Member(settings, "-")._join()
+        Member(_settings(port), "-")._join()
     return str(caught.value)
 
 
@@ -58,3 +62,12 @@ def test_an_address_without_a_program_is_named():
         f"node 0 did not answer at 127.0.0.1:{port} within 0.2 s "
         "(--rendezvous-timeout-s; last failure: [Errno 111] Connection refused); start"
     )
+
+
+def test_unexpected_error_of_the_preparation_ends_the_node(monkeypatch, capfd):
+    def join(_member: Member) -> NodeLink:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(Member, "_join", join)
+    assert Member(_settings(port=1), "-").run() == 1
+    assert "error: KeyError: 'a defect'\n" in capfd.readouterr().err

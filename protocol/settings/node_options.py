@@ -10,16 +10,28 @@ from protocol.settings.options import Options, Seconds
 from protocol.short_repr import short_repr
 
 
+def check_host_name(host: str) -> None:
+    """Raises ValueError if Python cannot look up this host name or address."""
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(
+            f"{short_repr(host)} is not the name or address of a host"
+        ) from error
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Splits HOST:PORT, with an IPv6 address as host in brackets.
 
     Raises:
-        ValueError: `address` has a different form, or its host is a wildcard.
+        ValueError: `address` has a different form, or its host is a wildcard or no
+            valid name.
     """
     try:
         parts = urlsplit(f"//{address}")
         host = parts.hostname
         port = parts.port
+        check_host_name(host or "")
     except ValueError:
         host = port = None
     if not host or not port or parts.netloc != address or parts.username:
@@ -119,6 +131,8 @@ class NodeOptions(Options):
             raise ValueError(
                 f"other nodes cannot connect to {host}; give one address of this node"
             )
+        if host is not None:
+            check_host_name(host)
         return host
 
     @property

@@ -40,10 +40,15 @@ def test_rendezvous_is_a_host_and_a_port(address, host, port):
         ([*_NODES, "--rendezvous", "a:b"], '"a:b" is not HOST:PORT'),
         ([*_NODES, "--rendezvous", "a:0"], "is not HOST:PORT"),
         ([*_NODES, "--rendezvous", "http://a:1"], "is not HOST:PORT"),
+        ([*_NODES, "--rendezvous", "a..b:1"], '"a..b:1" is not HOST:PORT'),
         ([*_NODES, "--rendezvous", "0.0.0.0:1"], "cannot connect to 0.0.0.0"),
         (
             [*_NODES, "--rendezvous", "127.0.0.1:1", "--node-host", "::"],
             "cannot connect to ::",
+        ),
+        (
+            [*_NODES, "--rendezvous", "127.0.0.1:1", "--node-host", "a..b"],
+            '"a..b" is not the name or address of a host',
         ),
         ([*_NODES, "--rendezvous", "10.0.0.1:1"], "set BATON_CLUSTER_SECRET"),
     ],

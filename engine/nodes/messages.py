@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import time
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -131,6 +132,9 @@ class Disagreement(Exception):
 def greet(sock: socket.socket, hello: Hello, secret: bytes) -> bytes:
     """Begins a connection to node 0. Returns the key of the connection.
 
+    Args:
+        sock: its timeout is that of each frame of the greeting.
+
     Raises:
         Disagreement: the nodes have different versions, secrets or --nnodes.
         BadGreeting, OSError: the peer is not node 0, or the connection is lost.
@@ -152,7 +156,14 @@ def receive_greeting(
     sock: socket.socket, secret: bytes, nnodes: int
 ) -> tuple[Hello, bytes]:
     """Accepts a connection at node 0. Returns the peer's Hello and the key of the
-    connection. Raises the errors of `greet`."""
+    connection.
+
+    Args:
+        sock: its timeout is that of each frame of the greeting.
+
+    Raises:
+        Disagreement, BadGreeting, OSError: see `greet`.
+    """
     hello_frame = _receive_frame(sock)
     hello = _decode(hello_frame, Hello)
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -242,15 +253,34 @@ def _decode(frame: bytes, kind: type[_T]) -> _T:
 
 
 def _receive_frame(sock: socket.socket) -> bytes:
-    length = int.from_bytes(_receive_exactly(sock, 4), "little")
-    if length > _MAX_GREETING_BYTES:
-        raise BadGreeting("the peer is not a node of a server of Baton")
-    return _receive_exactly(sock, length)
+    """Returns the next frame of a greeting.
+
+    Raises:
+        TimeoutError: The frame is not complete within the timeout of the socket,
+            although some of its bytes may have arrived.
+        BadGreeting: The frame is too long, or the connection has ended.
+    """
+    timeout_s = sock.gettimeout()
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        length = int.from_bytes(_receive_exactly(sock, 4, deadline_s), "little")
+        if length > _MAX_GREETING_BYTES:
+            raise BadGreeting("the peer is not a node of a server of Baton")
+        return _receive_exactly(sock, length, deadline_s)
+    finally:
+        sock.settimeout(timeout_s)
 
 
-def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+def _receive_exactly(
+    sock: socket.socket, num_bytes: int, deadline_s: float | None
+) -> bytes:
     content = b""
     while len(content) < num_bytes:
+        if deadline_s is not None:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError("timed out")
+            sock.settimeout(remaining_s)
         part = sock.recv(num_bytes - len(content))
         if not part:
             raise BadGreeting("the peer closed the connection")

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,3 +106,24 @@ def test_a_message_is_valid_once_and_in_one_direction(key, node_rank, number):
     assert unseal(frame, b"key", label_of(1), 0) == Failed("x")
     with pytest.raises(BadGreeting, match="wrong signature"):
         unseal(frame, key, label_of(node_rank), number)
+
+
+def test_slow_greeting_ends_at_the_timeout_of_the_whole_frame():
+    """A stranger sends a byte now and again, so that no single read times out."""
+    first, stranger = socket.socketpair()
+    has_ended = threading.Event()
+
+    def send_slowly() -> None:
+        stranger.sendall((1000).to_bytes(4, "little"))
+        while not has_ended.wait(0.02):
+            stranger.sendall(b"x")
+
+    with first, stranger:
+        first.settimeout(0.2)
+        sender = threading.Thread(target=send_slowly)
+        sender.start()
+        with pytest.raises(TimeoutError):
+            receive_greeting(first, _SECRET, 2)
+        assert first.gettimeout() == 0.2
+        has_ended.set()
+        sender.join()

@@ -5,6 +5,7 @@ is set. It imports little, because containers run it every few seconds.
 """
 
 import argparse
+import http.client
 import os
 import ssl
 import sys
@@ -69,18 +70,21 @@ def fetch(
         The status and the body of the response.
 
     Raises:
-        OSError: No server responds.
+        OSError: No server responds, or its response is not HTTP or is incomplete.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     if body is not None:
         headers["content-type"] = "application/json"
     request = urllib.request.Request(url, headers=headers, data=body)
     try:
-        with opener.open(request, timeout=timeout_s) as response:
-            return response.status, bytes(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, bytes(error.read())
+        try:
+            response = opener.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            response = error  # a response with a status of 400 or above
+        with response:
+            return int(response.status), bytes(response.read())
+    except http.client.HTTPException as error:
+        raise OSError(f"the response is not complete HTTP: {error!r}") from error
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -29,7 +29,6 @@ from deploy.commands import (
     server_indices,
 )
 from deploy.healthcheck import url_host
-from protocol.process import lifecycle
 from protocol.settings.settings import LocalSettings
 
 # Interval at which a change that the proxy has not accepted yet is repeated, and at
@@ -74,6 +73,7 @@ class Cluster:
         self._urls: dict[Part, str] = {}
         self._is_proxy_outdated = True
         self._next_update_at = 0.0
+        self._sent_report: dict[str, Any] = {}
         # The last request of `baton scale`, and why it cannot be met.
         self._request_id = ""
         self._problem = ""
@@ -116,12 +116,13 @@ class Cluster:
             StopRequested: A signal has arrived.
         """
         while True:
-            is_waiting = self._is_proxy_outdated or self._drain_deadlines
-            wait_s = (
-                UPDATE_INTERVAL_S if is_waiting else lifecycle.SIGNAL_CHECK_INTERVAL_S
+            self.supervisor.take_event(UPDATE_INTERVAL_S)
+            is_outdated = (
+                self._is_proxy_outdated
+                or bool(self._drain_deadlines)
+                or self._report() != self._sent_report
             )
-            self.supervisor.take_event(wait_s)
-            if is_waiting and time.monotonic() >= self._next_update_at:
+            if is_outdated and time.monotonic() >= self._next_update_at:
                 self._update_proxy()
                 self._next_update_at = time.monotonic() + UPDATE_INTERVAL_S
 
@@ -235,7 +236,9 @@ class Cluster:
             return  # its next command has the current URLs
         try:
             self._update_members(self._admin)
-            self._admin.report(self._report())
+            report = self._report()
+            self._admin.report(report)
+            self._sent_report = report
         except (OSError, ProxyRefused) as error:
             self._is_proxy_outdated = True
             print_line(f"the proxy's members are not up to date yet: {error}")

@@ -286,7 +286,8 @@ class Supervisor:
         else:
             if event is None:
                 raise StopRequested
-            if event.run == event.part.run:
+            # A part that was removed may have sent events before its removal.
+            if event.part in self.parts and event.run == event.part.run:
                 self._process(event)
         for part in list(self.parts):
             if part.deadline <= time.monotonic():

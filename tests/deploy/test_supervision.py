@@ -6,14 +6,17 @@ The programs are fakes; tests/e2e/test_supervision.py has real servers.
 import json
 import os
 import signal
+import threading
 import urllib.request
 from typing import Any
 
 import pytest
 
 from deploy import local
-from deploy.cluster.places import PlaceError
+from deploy.cluster.places import LocalPlace, OnEvent, PlaceError
 from deploy.cluster.restarts import RestartBudget
+from deploy.cluster.supervisor import State, Supervisor
+from deploy.commands import Command
 from protocol.settings.settings import UpSettings, load
 from protocol.settings.sources import ConfigError
 from tests.rigs.cluster import wait_until
@@ -180,6 +183,53 @@ def test_ray_that_is_not_installed_is_named_with_its_command(monkeypatch):
         local.create_place(load(UpSettings, ["--on=ray"]), only_warm=True)
 
 
+class StillPlace(LocalPlace):
+    """A place whose only process does what the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = StillProcess()
+
+    def spawn(self, command: Command, on_event: OnEvent) -> Any:
+        self.process.send = on_event
+        return self.process
+
+
+class StillProcess:
+    send: OnEvent
+
+    def __init__(self) -> None:
+        self.exited = threading.Event()
+        self.output_ended = threading.Event()
+
+    def signal(self, number: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    def reason(self) -> str:
+        return "killed by SIGKILL"
+
+
+def test_end_of_a_removed_part_is_not_an_end_of_the_cluster():
+    """The part ends while `baton scale` drains it, just before its removal."""
+    supervisor = Supervisor(
+        max_restarts=0, restart_window_s=60, start_timeout_s=60, grace_s=1
+    )
+    place = StillPlace()
+    command = Command("decode-1", "decode", argv=())
+    part = supervisor.add("decode-1", "decode", lambda: command, place)
+    place.process.send("ready", {"port": 1})
+    supervisor.take_event(0)
+    place.process.exited.set()
+    place.process.send("exited", None)
+    supervisor.retire(part)
+    supervisor.take_event(0)
+    assert supervisor.parts == []
+    assert part.state is not State.BACKING_OFF
+
+
 # -- scaling
 
 
@@ -189,6 +239,11 @@ def cluster_report(endpoint: str) -> dict[str, Any]:
 
 def member_urls(endpoint: str) -> set[str]:
     return {member["url"] for member in get(f"{endpoint}/admin/members")["members"]}
+
+
+def part_report(endpoint: str, name: str) -> dict[str, Any]:
+    parts = cluster_report(endpoint).get("parts", [])
+    return next((dict(part) for part in parts if part["name"] == name), {})
 
 
 def states(endpoint: str) -> dict[str, str]:
@@ -223,6 +278,25 @@ def test_scaling_adds_servers_to_the_proxy_and_drains_before_it_ends_them():
         lines = launcher.lines
         assert lines.index("baton | decode-2 finishes its requests and then ends") < (
             lines.index("baton | decode-2 has ended")
+        )
+
+
+def test_report_shows_that_a_part_waits_for_its_restart():
+    with launched("serve,fragile,serve") as launcher:
+        endpoint = launcher.endpoint()
+        *_, decode_url = query_processes(endpoint)
+        die(decode_url)
+
+        def is_backing_off() -> bool:
+            report = part_report(endpoint, "decode-0")
+            return report.get("state") == "backing_off"
+
+        wait_until(is_backing_off, 60)
+        report = part_report(endpoint, "decode-0")
+        assert report["restarts"] >= 1
+        assert report["last_words"] in (
+            "out of luck (exit status 3)",
+            "the device is gone",
         )
 
 

@@ -212,7 +212,7 @@ class Endpoint:
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> str:
         """Return the message for a response with an error status."""
-        text = (await response.content.read(_MAX_ERROR_BYTES)).decode(errors="replace")
+        text = (await _read(response, _MAX_ERROR_BYTES)).decode(errors="replace")
         try:
             message = _error_message(json.loads(text).get("error"))
         except (ValueError, AttributeError):
@@ -243,11 +243,21 @@ def _error_message(error: object) -> str:
     return _CONTROL.sub("", " ".join(message.split()))
 
 
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Return the body of a response, or its first `max_bytes` bytes."""
+    body = bytearray()
+    while part := await response.content.read(max_bytes - len(body)):
+        body += part
+    return bytes(body)
+
+
 async def _read_json(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """Yield the JSON of a body; None if the body is not JSON."""
     try:
-        yield json.loads(await response.content.read(_MAX_EVENT_BYTES))
+        body = json.loads(await _read(response, _MAX_EVENT_BYTES))
     except ValueError:
-        yield None
+        body = None
+    yield body
 
 
 async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:

@@ -75,6 +75,8 @@ class Session:
                 self._send(text)
         except ChatError as error:
             self._fail(str(error))
+        except KeyboardInterrupt:  # Ctrl-C during a command
+            self._note("stopped")
 
     def _run_command(self, text: str) -> None:
         name, _, argument = text.partition(" ")

@@ -116,7 +116,7 @@ class Terminal:
 
 
 @contextlib.asynccontextmanager
-async def conversation(rig: Rig, folder: Path) -> AsyncIterator[Terminal]:
+async def conversation(rig: Rig | Fake, folder: Path) -> AsyncIterator[Terminal]:
     """Run `baton chat` in a terminal. It must end with status 0 when the block ends."""
     master, slave = os.openpty()
     os.set_blocking(master, False)
@@ -209,6 +209,23 @@ async def test_malformed_answers_of_other_endpoints_are_named(pipe_question):
     await fake.stop()
 
 
+async def test_list_of_models_may_arrive_in_parts(pipe_question):
+    document = json.dumps({"data": [{"id": "m"}], "object": "list"}).encode()
+
+    async def lists_models(call: Call) -> None:
+        await call.start(200, {"content-type": "application/json"})
+        for part in (document[:9], document[9:]):
+            await call.write(part)
+            await asyncio.sleep(0.05)
+        await call.write(b"", more=False)
+
+    fake = Fake(streams(delta("yes"), *LAST), pages={"/v1/models": lists_models})
+    fake.start()
+    status, output, errors = await pipe_question(fake, "?")
+    assert (status, output, errors) == (0, "yes\n", "")
+    await fake.stop()
+
+
 async def test_empty_standard_input_is_an_error_with_the_fix(pipe_question):
     async with rig_of(drops) as rig:
         status, _, errors = await pipe_question(rig, " \n")
@@ -272,6 +289,21 @@ async def test_ctrl_c_stops_the_answer_and_keeps_the_session(tmp_path):
         sent = [each["content"] for each in chats.bodies[1]["messages"]]
         assert "Refused" not in sent
         await terminal.type("\x04")  # Ctrl-D
+
+
+async def test_ctrl_c_stops_a_command_and_keeps_the_session(tmp_path):
+    models = answers(200, {"data": [{"id": "m"}]})
+    fake = Fake(drops, pages={"/v1/models": models})
+    fake.start()
+    async with conversation(fake, tmp_path) as terminal:
+        waits = Waits()
+        fake.pages["/v1/models"] = waits
+        await terminal.type("/model\r")
+        await waits.begun.wait()
+        terminal.press("\x03")
+        await terminal.read_until("stopped")
+        await terminal.type("/quit\r")
+    await fake.stop()
 
 
 async def test_ctrl_c_ends_a_piped_question_with_130():

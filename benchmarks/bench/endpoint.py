@@ -16,6 +16,8 @@ from protocol.near_names import suggestion
 
 _CONNECT_TIMEOUT_S = 30.0
 _KEEPALIVE_S = 1.0  # less than the 5 s after which servers close an idle connection
+_MAX_ERROR_CHARS = 200  # how much of an error without a code the report has
+_decode_event = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 @dataclass
@@ -84,19 +86,27 @@ class Timeline:
         return slo.is_met(self.ttft_s, self.mean_itl_s, self.e2e_s)
 
     def observe(self, data: bytes, now: float) -> None:
-        """Record the data of one event of the stream."""
+        """Record the data of one event of the stream.
+
+        Args:
+            now: when the event arrived.
+
+        Raises:
+            msgspec.DecodeError: the data is not a JSON object.
+        """
         if data == b"[DONE]":
             self.done = True
             return
-        chunk = msgspec.json.decode(data)
-        if "error" in chunk:
-            error = chunk["error"]
-            self.error = str(error.get("code") or error.get("type") or "error event")
+        chunk = _decode_event(data)
+        error = chunk.get("error")
+        if error is not None:
+            self.error = _error_name(error)
             return
-        if any(_has_tokens(choice) for choice in chunk.get("choices", ())):
+        choices = chunk.get("choices") or ()
+        if any(_has_tokens(choice) for choice in choices):
             self.token_at.append(now)
         if self.keeps_answer:
-            for choice in chunk.get("choices", ()):
+            for choice in choices:
                 delta = choice.get("delta") or {}
                 self.text.append(choice.get("text") or delta.get("content") or "")
                 self.token_ids += choice.get("token_ids") or ()
@@ -104,6 +114,13 @@ class Timeline:
         self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
         self.output_tokens = usage.get("completion_tokens", self.output_tokens)
         self.kv = chunk.get("baton_kv") or self.kv
+
+
+def _error_name(error: object) -> str:
+    """Return what the report calls the error of an error event."""
+    if not isinstance(error, dict):
+        return str(error)[:_MAX_ERROR_CHARS]
+    return str(error.get("code") or error.get("type") or "error event")
 
 
 def _has_tokens(choice: Mapping[str, Any]) -> bool:
@@ -208,7 +225,7 @@ async def stream(
                     timeline.observe(event, time.perf_counter())
     except (aiohttp.ClientError, TimeoutError) as error:
         timeline.error = type(error).__name__
-    except (ValueError, msgspec.DecodeError):
+    except (ValueError, msgspec.DecodeError):  # ValueError: a line is too long
         timeline.error = "malformed event"
     timeline.ended_at = time.perf_counter()
     if timeline.error is None and not timeline.done:

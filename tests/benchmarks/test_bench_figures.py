@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,3 +124,25 @@ def test_only_events_with_tokens_get_a_time():
     assert "".join(observed.text) == "ab"
     assert observed.token_ids == [5]
     assert observed.done
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        ('{"error": {"code": "engine_died", "type": "server_error"}}', "engine_died"),
+        ('{"error": {"message": "no code"}}', "error event"),
+        ('{"error": "the model is overloaded"}', "the model is overloaded"),
+        ('{"error": null, "choices": null}', None),
+    ],
+)
+def test_error_events_of_all_endpoints_are_named(event, error):
+    observed = Timeline(0.0)
+    observed.observe(event.encode(), 1.0)
+    assert observed.error == error
+
+
+@pytest.mark.parametrize("event", ["5", '"text"', "[]", "{"])
+def test_event_that_is_no_json_object_is_a_decode_error(event):
+    """`stream` records this error as a malformed event."""
+    with pytest.raises(msgspec.DecodeError):
+        Timeline(0.0).observe(event.encode(), 1.0)

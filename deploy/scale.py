@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    role, count = settings.target[0], int(settings.target[1])
+    role, count = settings.target
     keys = [key.get_secret_value() for key in settings.admin_key]
     try:
         admin = ProxyAdmin(
@@ -82,12 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             keys[0] if keys else None,
             _opener(settings.tls_ca),
         )
-        scale(admin, role, count, settings.timeout_s)
+        scale(admin, role, int(count), settings.timeout_s)
     except (OSError, ProxyRefused) as error:
         print(f"baton scale: error: {settings.url}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("baton scale: no longer waiting; the request stands", file=sys.stderr)
+        print(
+            "baton scale: no longer waiting; the servers are still being changed",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
@@ -114,7 +117,7 @@ def scale(admin: ProxyAdmin, role: str, count: int, timeout_s: float) -> None:
     printed = ""
     while True:
         report: Mapping[str, Any] = {}
-        with contextlib.suppress(OSError):  # the proxy may be restarted meanwhile
+        with contextlib.suppress(OSError):  # the proxy may be restarting
             report = admin.cluster()
         if report.get("id") == request_id:
             if report.get("problem"):

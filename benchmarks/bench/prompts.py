@@ -139,10 +139,10 @@ class PromptMaker:
     def _random(self, key: tuple[object, ...], length: int) -> TokenArray:
         seed = zlib.crc32(f"{self._options.seed} {key}".encode())
         rng = np.random.default_rng(seed)
-        first, end = FIRST_TOKEN_ID, self._options.vocab_size
         if self._options.uses_words:
-            first, end = 0, len(WORDS)
-        return rng.integers(first, end, length, dtype=np.int32)
+            return rng.integers(0, len(WORDS), length, dtype=np.int32)
+        vocab_size = self._options.vocab_size
+        return rng.integers(FIRST_TOKEN_ID, vocab_size, length, dtype=np.int32)
 
     def body(
         self,

@@ -102,7 +102,8 @@ def _compare_latency(
     for a, b in pairs:
         if not a.succeeded or not b.succeeded:
             continue
-        a_s, b_s = latency_s(a), latency_s(b)
+        a_s = latency_s(a)
+        b_s = latency_s(b)
         if a_s > 0 and b_s > 0:
             log_ratios.append(math.log(a_s / b_s))
     if len(log_ratios) < MIN_PAIRS:

@@ -45,7 +45,7 @@ FORBIDDEN = {
         "logging.get" + r"Logger\((?!\"baton\.)",
     ),
 }
-# Variable names that do not tell what the value is. Better names are message,
+# Variable names that do not describe their value. Better names are message,
 # health_report, matched_blocks, max_tokens or min_run_seconds.
 VAGUE_NAMES = frozenset(
     "told said asked ask found own most least known like kept alone beside gone heard "

@@ -168,7 +168,7 @@ def test_prediction_of_a_split_contains_the_hand_over():
     assert prediction.ttft_p50_s - undisturbed.ttft_p50_s == pytest.approx(0.005)
 
 
-def test_long_prompts_beside_streams_favour_a_split():
+def test_long_prompts_during_streams_favour_a_split():
     """Streams need a token every 11.5 ms, and each prompt takes 0.4 s."""
     streams = [(0.0, 16, 200) for _ in range(8)]
     prompts = [(0.3 + 0.25 * index, 1000, 30) for index in range(8)]

@@ -59,7 +59,7 @@ def test_invalid_options_end_in_one_line(argv, message, capsys):
 
 
 @pytest.fixture(autouse=True)
-def _in_own_folder(monkeypatch, tmp_path):
+def _in_new_folder(monkeypatch, tmp_path):
     """Changes to a new working directory, because runs save their results there."""
     monkeypatch.chdir(tmp_path)
 

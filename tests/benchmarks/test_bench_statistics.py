@@ -54,7 +54,7 @@ def test_equal_values_have_an_interval_without_width():
 
 
 def side(name: str, ttfts_s: list[float | None]) -> SideResult:
-    """Returns a side whose requests have these times to the first token.
+    """Returns a side with one request for each of these times to the first token.
 
     None stands for a request that failed.
     """

@@ -148,7 +148,7 @@ async def conversation(rig: Rig | Fake, folder: Path) -> AsyncIterator[Terminal]
 async def test_piped_question_is_answered_as_plain_text(pipe_question):
     chats = Chats("**Bold**\n", "\x1b[31mand", " red")
     async with rig_of(chats) as rig:
-        argv = ("--system", "Be brief.", "--max-tokens", "5", "--temperature", "0")
+        argv = ["--system", "Be brief.", "--max-tokens", "5", "--temperature", "0"]
         status, output, errors = await pipe_question(rig, "Why?\n", *argv)
     assert (status, output, errors) == (0, "**Bold**\n[31mand red\n", "")
     (body,) = chats.bodies

@@ -204,7 +204,7 @@ async def test_urls_of_other_programs_and_closed_ports_are_named():
         await fake.stop()
 
 
-async def test_servers_of_a_proxy_are_found_unless_it_needs_a_key():
+async def test_servers_of_a_proxy_are_checked_unless_it_needs_a_key():
     page = {"/ready": answers(200, {**REPORT, "role": "decode"})}
     async with Rig([], [Fake(decodes, pages=page)]) as rig:
         facts = await facts_of(rig.url)

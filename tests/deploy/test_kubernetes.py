@@ -132,7 +132,7 @@ def test_every_program_starts_with_its_command_and_variables(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_servers_register_where_proxies_are_at_addresses_of_their_own(
+def test_servers_register_the_addresses_of_their_pods_with_the_proxies(
     name, monkeypatch
 ):
     """Every pod of the proxy has to get the registration, even before it is ready,
@@ -259,7 +259,7 @@ def test_metrics_of_autoscalers_and_adapter_are_gauges_of_servers():
     assert "baton_queue_seconds" in used and used <= gauges
 
 
-def test_autoscalers_own_the_number_of_pods():
+def test_only_autoscalers_set_the_number_of_pods():
     objects = Objects(manifests("hpa"))
     for scaler in objects.of_kind("HorizontalPodAutoscaler"):
         target = scaler["spec"]["scaleTargetRef"]

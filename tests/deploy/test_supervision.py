@@ -117,7 +117,7 @@ def test_lines_of_both_runs_are_printed_and_not_mixed():
 
 
 def test_part_that_flaps_ends_the_cluster_and_is_named_with_its_last_words():
-    options = ("--max-restarts=1", "--restart-window-s=60")
+    options = ["--max-restarts=1", "--restart-window-s=60"]
     with launched("serve,serve,serve", *options) as launcher:
         processes_by_url = query_processes(launcher.endpoint())
         _, prefill_url, _ = processes_by_url
@@ -137,7 +137,7 @@ def test_part_that_flaps_ends_the_cluster_and_is_named_with_its_last_words():
 
 @pytest.mark.slow
 def test_restarted_part_that_cannot_start_is_retried_until_no_restart_is_left():
-    options = ("--max-restarts=2", "--decode.count=1")
+    options = ["--max-restarts=2", "--decode.count=1"]
     with launched("serve,fragile,serve", *options) as launcher:
         *_, decode_url = query_processes(launcher.endpoint())
         die(decode_url)
@@ -310,7 +310,7 @@ def test_added_server_that_cannot_start_is_reported_and_ends_nothing():
 
 
 def test_scaling_beyond_the_devices_is_refused_by_name():
-    options = ("--prefill.devices=0", "--decode.devices=1,2", "--decode.count=2")
+    options = ["--prefill.devices=0", "--decode.devices=1,2", "--decode.count=2"]
     with launched("serve,serve,serve", *options) as launcher:
         endpoint = launcher.endpoint()
         scale(endpoint, "decode", 3)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "baton_pd"
 BUILD = "from setuptools import build_meta; build_meta.build_sdist({!r})"
 INSTALL_TIMEOUT_S = 300
+PIP_OPTIONS = ("--no-deps", "--no-build-isolation")
 
 
 def installed_environment() -> dict[str, str]:
@@ -75,8 +76,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(archive) as file:
         file.extractall(folder)
     unpacked = folder / f"{NAME}-{VERSION}"
-    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", folder)
-    pip("wheel", *options, unpacked, cwd=folder)
+    pip("wheel", *PIP_OPTIONS, "--wheel-dir", folder, unpacked, cwd=folder)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -89,16 +89,16 @@ def environment_folder(
     folder = tmp_path_factory.mktemp("venv")
     run([sys.executable, "-m", "venv", "--without-pip", folder], folder)
     if request.param == "wheel":
-        what = [request.getfixturevalue("wheel")]
+        requirement = [request.getfixturevalue("wheel")]
     else:
-        what = [request.getfixturevalue("source")]
+        requirement = [request.getfixturevalue("source")]
         if request.param == "editable":
-            what.insert(0, "--editable")
+            requirement.insert(0, "--editable")
     libraries = sysconfig.get_path("purelib")
     (site_packages(folder) / "libraries.pth").write_text(libraries)
-    options = ("--no-deps", "--no-build-isolation", "-q")
     names_before = top_level_names(folder)
-    pip("--python", python(folder), "install", *options, *what, cwd=folder)
+    argv = ["--python", python(folder), "install", *PIP_OPTIONS, "-q", *requirement]
+    pip(*argv, cwd=folder)
     names = top_level_names(folder) - names_before
     assert names == ({NAME} if request.param != "editable" else set())
     yield folder

@@ -36,7 +36,7 @@ _PENALTIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("length", [*_LENGTHS, 1500])
-def test_greedy_equals_the_decode_server_alone_and_transformers(
+def test_greedy_equals_a_single_decode_server_and_transformers(
     tiny_cluster, tiny_reference, length
 ):
     prompt = make_prompt(length, length)
@@ -83,7 +83,7 @@ def test_concurrent_prompts_with_shared_prefixes(tiny_cluster, tiny_reference):
         _PENALTIES,
     ],
 )
-def test_sampling_with_a_seed_equals_the_decode_server_alone(tiny_cluster, sampling):
+def test_sampling_with_a_seed_equals_a_single_decode_server(tiny_cluster, sampling):
     prompts = [make_prompt(seed, 30 + 50 * seed) for seed in range(4)]
     seeds = [-(2**63), -1, 2**63 - 2, 2**63 - 1]
     for seed, prompt in zip(seeds, prompts, strict=True):

@@ -98,7 +98,7 @@ _REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", _REQUESTS)
-def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
+def test_vllm_router_gets_the_answers_of_a_single_decode_server(
     vllm_router, tiny_cluster, name
 ):
     """tests/protocol/test_kv_params.py covers routers that write JSON numbers
@@ -122,7 +122,7 @@ def test_vllm_router_gets_the_answers_of_the_decode_server_alone(
         assert routed["usage"][field] == decode_only["usage"][field]
 
 
-def test_vllm_router_streams_the_answer_of_the_decode_server_alone(
+def test_vllm_router_streams_the_answer_of_a_single_decode_server(
     vllm_router, tiny_cluster
 ):
     prompt = fresh_prompt(70)
@@ -154,7 +154,7 @@ def test_every_prompt_behind_vllm_router_is_transferred(vllm_router, tiny_cluste
     )
 
 
-def test_sidecar_of_llm_d_gets_the_answers_of_the_decode_server_alone(tiny_cluster):
+def test_sidecar_of_llm_d_gets_the_answers_of_a_single_decode_server(tiny_cluster):
     """The sidecar is a program in Go, so the test sends the two requests that it makes
     of a client's with the connector nixlv2.
     """

@@ -43,7 +43,7 @@ def _wait_for_ends(*servers: Server) -> list[str]:
 
 
 def _metadata(server: Server) -> EngineMetadata:
-    """Return what the server's side channel tells about its ranks."""
+    """Return the metadata of the engine, from the server's side channel."""
     port = http.get(f"{server.url}/ready", timeout=10).json()["side_channel_port"]
     with socket.create_connection((server.host, port), _TIMEOUT_S) as sock:
         request = seal_request(GetMetadata(nonce="x"), SECRET.encode())
@@ -126,7 +126,7 @@ def test_all_nodes_refuse_in_one_line(tiny_model, nodes, message):
     first, other = nodes
     if "MLA" in other.argv:
         other = Node(argv=("--model", str(model_dir("mla"))))
-    options = (*_options(tiny_model), "--rendezvous-timeout-s", "10")
+    options = [*_options(tiny_model), "--rendezvous-timeout-s", "10"]
     reasons = start_failures("decode_server", *options, nodes=(first, other))
     assert any(message in reason for reason in reasons), reasons
     if "cannot listen" not in message:
@@ -141,10 +141,10 @@ def test_all_nodes_refuse_in_one_line(tiny_model, nodes, message):
         ("1", "node 0 did not answer at 127.0.0.1:{} within 2 s"),
     ],
 )
-def test_a_node_that_is_alone_ends_with_the_reason(tiny_model, node_rank, message):
+def test_node_without_its_peer_ends_with_the_reason(tiny_model, node_rank, message):
     with reserved_ports(1) as (port,):
-        argv = ("--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}")
-        argv += ("--rendezvous-timeout-s", "2")
+        argv = ["--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+        argv += ["--rendezvous-timeout-s", "2"]
         node = Node(argv=("--node-rank", node_rank))
         (reason,) = start_failures(
             "decode_server", *_options(tiny_model), *argv, nodes=(node,)
@@ -221,7 +221,7 @@ _EXPERTS = Geometry(tp=2, options=("--ep", "2"))
 )
 def test_pairs_over_hosts_equal_one_server(hosts, name, two_hosts):
     """KV is pulled from two hosts to one, and from one host to two."""
-    model = ("--model", str(model_dir(name)), *ENGINE_ARGV)
+    model = ["--model", str(model_dir(name)), *ENGINE_ARGV]
     one_host = Geometry(block_size=16)
 
     def side_channel(host: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""`baton up --on ray` on three nodes of this machine, one of which is lost."""
+"""`baton up --on ray` on three nodes of this machine. Tests end one of the nodes."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ SERVERS = ("prefill_server", "decode_server")
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[RayCluster]:
-    """Yield a Ray cluster of three nodes, whose head runs no servers."""
+    """Yield a Ray cluster of three nodes. The head node runs no servers."""
     with ray_cluster([0, 2, 2], num_spare=1) as cluster:
         yield cluster
 

@@ -34,7 +34,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def traced(tiny_model: Path, collector: Collector) -> Iterator[Cluster]:
     """A cluster that sends traces, some by option and some by OTEL_* variables."""
-    options = ("--otlp-traces-endpoint", collector.url, "--log-format", "json")
+    options = ["--otlp-traces-endpoint", collector.url, "--log-format", "json"]
     env = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         "OTEL_BSP_SCHEDULE_DELAY": "100",

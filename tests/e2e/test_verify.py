@@ -27,7 +27,7 @@ def map_pool(server: Server) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def test_wrong_bit_is_found_and_the_prompt_is_recomputed(tiny_cluster):
+def test_wrong_bit_is_detected_and_the_prompt_is_recomputed(tiny_cluster):
     """One bit of the prefill server's KV is flipped while the decode server copies the
     KV.
 

@@ -18,7 +18,8 @@ from tests.make_models import ensure_model
 # The parts of gpt-oss's chat template that determine answers. Like the original, this
 # template refuses some messages and omits others.
 HARMONY_TEMPLATE = """
-{{- "<|start|>system<|message|>Reasoning: " + (reasoning_effort or "medium") + "<|end|>" }}
+{{- "<|start|>system<|message|>Reasoning: " }}
+{{- (reasoning_effort or "medium") + "<|end|>" }}
 {%- set has_system = messages[0].role in ["developer", "system"] %}
 {%- if has_system or tools %}
     {{- "<|start|>developer<|message|>" }}
@@ -43,15 +44,17 @@ HARMONY_TEMPLATE = """
             {{- "<|start|>assistant<|channel|>analysis<|message|>" }}
             {{- (message.content or message.thinking) + "<|end|>" }}
         {%- endif %}
-        {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json" }}
-        {{- "<|message|>" + call.arguments | tojson + "<|call|>" }}
+        {{- "<|start|>assistant to=functions." + call.name }}
+        {{- "<|channel|>commentary json<|message|>" + call.arguments | tojson + "<|call|>" }}
         {%- set called.name = call.name %}
     {%- elif message.role == "assistant" %}
         {{- "<|start|>assistant<|channel|>final<|message|>" + message.content }}
         {{- "<|return|>" if loop.last and not add_generation_prompt else "<|end|>" }}
         {%- set called.name = none %}
     {%- elif message.role == "tool" %}
-        {%- if called.name is none %}{{ raise_exception("no tool call before") }}{% endif %}
+        {%- if called.name is none %}
+            {{- raise_exception("no tool call before") }}
+        {%- endif %}
         {{- "<|start|>functions." + called.name + " to=assistant<|channel|>commentary" }}
         {{- "<|message|>" + message.content | tojson + "<|end|>" }}
     {%- elif message.role == "user" %}

@@ -287,7 +287,7 @@ async def test_key_cannot_request_a_forbidden_priority(tmp_path):
         assert answer.json()["error"]["param"] == "priority"
 
 
-async def test_default_priority_is_the_most_urgent_one_allowed_for_the_key(tmp_path):
+async def test_default_priority_is_the_highest_that_the_key_allows(tmp_path):
     async with limited_rig(tmp_path, min_priority=3) as rig:
         for priority_fields, status in (
             ({}, 200),

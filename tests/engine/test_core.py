@@ -305,8 +305,8 @@ def test_scored_prompt_uses_no_cached_blocks_but_its_blocks_are_cached():
     core, _, out = make_core()
     for name, top in (("a", None), ("b", 0), ("c", None)):
         run_until_idle(core, add(name, PROMPT, 0, num_prompt_logprobs=top))
-    skipped = [out.terminals(name)[0].usage.skipped for name in "abc"]  # type: ignore[union-attr]
-    assert skipped == [0, 0, 8]
+    usages = [out.terminals(name)[0].usage for name in "abc"]
+    assert [usage and usage.skipped for usage in usages] == [0, 0, 8]
     assert out.prompt_logprobs("b") == expected_scores(PROMPT, 0)
 
 

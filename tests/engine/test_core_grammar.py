@@ -159,7 +159,7 @@ def test_grammar_does_not_keep_steps_from_being_launched_ahead(compiler):
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_request_that_waits_too_long_for_a_mask_fails_alone(
+def test_request_that_waits_too_long_for_a_mask_fails_without_the_others(
     depth, is_slow, compiler, monkeypatch
 ):
     """A step waits for a mask for a limited time, and not at all if the grammar is

@@ -76,7 +76,7 @@ def ids_of(text: str) -> list[int]:
         st.sampled_from([0, 256, 257, 258, 259, 0xE2, 0x82, 0xAC, 0xF0, 0x80, 0x41])
     )
 )
-def test_bytes_are_decoded_like_the_whole_text(ids):
+def test_decoding_bytes_in_parts_gives_the_whole_text(ids):
     expected = b"".join(TOKEN_BYTES[i] for i in ids if i != 256).decode(
         "utf-8", "replace"
     )
@@ -92,7 +92,7 @@ PROMPT_PIECES = ["▁he", "llo", "▁", "▁wörld", "a"]  # the tokens of a pro
     st.lists(st.sampled_from(PROMPT_PIECES), max_size=12),
     st.lists(st.sampled_from(TEXTS)),
 )
-def test_windows_are_decoded_like_the_whole_text_and_join_the_prompt(prompt, texts):
+def test_decoding_windows_gives_the_whole_text_and_joins_the_prompt(prompt, texts):
     before = [PIECES.index(text) for text in prompt]
     ids = [
         i

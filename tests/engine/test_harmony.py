@@ -87,8 +87,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"<|channel|>Sure, {'x' * 600} 2", "", f"Sure, {'x' * 600} 2", []),
     ("<|channel|>analysis I think<|message|> so", " I think so", "", []),
     ("<|channel|>Yes<|return|>", "", "Yes", []),
-    (f"{FINAL}2<|channel|>analysis<|message|>a<|constrain|>b<|message|>c", "abc", "2",
-     []),
+    (f"{FINAL}2{THINK}a<|constrain|>b<|message|>c", "abc", "2", []),
     (f"{FINAL}2<|return|><|start|>user<|message|>3", "", "2\n\n3", []),
     (" to=functions.add <|constrain|>json<|message|>{}<|call|>", "", "",
      [("add", "{}")])
@@ -97,7 +96,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 def characters_of(text: str) -> list[str]:
     """Return the characters of a text. A tag is one character."""
-    for name, tag in tag_characters(SimpleNamespace(id_of=str)).items():  # type: ignore[arg-type]
+    tokenizer: Any = SimpleNamespace(id_of=str)
+    for name, tag in tag_characters(tokenizer).items():
         text = text.replace(name, tag)
     return list(text)
 

@@ -12,9 +12,12 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:
 {%- elif m.content == '' %}empty{% else %}{{ m.content }}{% endif %}
 {%- if m.tool_calls %} calls{% endif %};{% endfor %}{# tools #}"""
 # The templates of DeepSeek R1 and V3 write a turn's calls only if its content is none.
-DEEPSEEK = """{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}
+DEEPSEEK = """\
+{%- for m in messages %}
+{%- if m['role'] == 'assistant' and m['content'] is none %}
 {%- for call in m['tool_calls'] %}<call>{{ call['function']['name'] }}{% endfor %}
-{%- else %}{{ m['role'] }}:{{ m['content'] }};{% endif %}{% endfor %}{# tools #}"""  # noqa: E501
+{%- else %}{{ m['role'] }}:{{ m['content'] }};{% endif %}
+{%- endfor %}{# tools #}"""
 CALLS = [
     {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 ]

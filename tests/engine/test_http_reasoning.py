@@ -147,7 +147,7 @@ async def test_grammar_applies_after_the_reasoning(tokenizer):
             )  # type: ignore[arg-type]
 
 
-async def test_each_choice_has_its_own_reasoning(tokenizer):
+async def test_each_choice_has_separate_reasoning(tokenizer):
     templated = with_template(tokenizer, OPEN)
     ids = [templated.encode(text) for text in ("I</think>a", "We</think>b")]
     script = scripted(

@@ -264,7 +264,7 @@ async def test_unknown_routes_and_methods_are_refused_with_a_typed_error(tokeniz
     "path",
     ["/health", "/ready", "/metrics?name=x", "/docs", "/openapi.json", "/v1/models/m"],
 )
-async def test_head_is_answered_like_get_without_a_body(tokenizer, path):
+async def test_head_gets_the_answer_of_get_without_its_body(tokenizer, path):
     async with serving(tokenizer) as server:
         get_response = await server.http.get(path)
         head_response = await server.http.head(path)

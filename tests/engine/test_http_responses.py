@@ -153,7 +153,8 @@ async def test_conversation_with_calls_can_be_sent_back_unchanged(
                 "output": "2",
             }
             items = [item.model_dump(exclude_none=True) for item in first.output]
-            await client.responses.create(model="m", input=[*request, *items, result])  # type: ignore[list-item]
+            second_request: list[Any] = [*request, *items, result]
+            await client.responses.create(model="m", input=second_request)
         actual = templated.decode(server.engine.added[-1].token_ids)
     function = {"name": "add", "arguments": {"a": 1}}
     call_in_prompt = {"id": call.call_id, "type": "function", "function": function}

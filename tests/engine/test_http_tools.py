@@ -78,7 +78,7 @@ async def test_call_is_the_same_with_and_without_a_stream(
         assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_client_without_parallel_calls_gets_at_most_one_call(tokenizer):
+async def test_client_without_parallel_calls_gets_no_second_call(tokenizer):
     """With tool_choice "auto", no grammar prevents the model from writing two calls."""
     script = text_script(tokenizer, f"Both: {CALL}{CALL} done", finish_reason="stop")
     request = {"tools": [TOOL], "parallel_tool_calls": False}

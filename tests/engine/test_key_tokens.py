@@ -119,7 +119,7 @@ async def test_error_costs_no_tokens(tmp_path):
         ("/detokenize", {"tokens": [1] * MUCH}, {"prompt": "ab"}),
     ],
 )
-async def test_tokenizing_is_charged_like_prompts(path, body, answer, tmp_path):
+async def test_tokenizing_is_charged_as_prompts_are(path, body, answer, tmp_path):
     async with limited_rig(tmp_path, Fake(answers(200, answer))) as rig:
         assert [await post_for_status(rig, path, **body) for _ in range(2)] == [
             200,

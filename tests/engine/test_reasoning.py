@@ -126,7 +126,7 @@ def test_call_ends_reasoning_that_is_never_closed(call_format, call):
 
 
 @pytest.mark.parametrize(("call_format", "text"), NO_CALLS)
-def test_text_that_only_looks_like_a_call_is_reasoning(call_format, text):
+def test_text_that_resembles_a_call_is_reasoning(call_format, text):
     for pieces in cuts_of(f"<think>\n{text}"):
         assert read(call_format, pieces) == [text, ""], pieces
 

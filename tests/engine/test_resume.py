@@ -204,7 +204,8 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         _RESPONSES,
         {"input": "Hi", "tools": [FLAT]},
         [
-            f"{THINK}hm{START}<|channel|>final<|message|>Ah{START}{THINK}a{START}{HARMONY_CALL}{{}}"
+            f"{THINK}hm{START}<|channel|>final<|message|>Ah{START}{THINK}a{START}"
+            f"{HARMONY_CALL}{{}}"
         ],
     ),
     "several prompts": (_COMPLETIONS, {"prompt": ["ab", "cde"], "n": 2}, ["é", "xyz"]),

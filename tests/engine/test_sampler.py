@@ -222,7 +222,7 @@ def test_nan_counts_as_minus_infinity_and_infinity_takes_all_the_probability(lim
         ]
     )
     original = logits.clone()
-    params = [SamplingParams(seed=1, num_logprobs=2, **limits)] * 5  # type: ignore[arg-type]
+    params = [SamplingParams(seed=1, num_logprobs=2, **limits)] * 5
     out = sample(logits, SamplingBatch.from_params(params, [0] * 5))
     assert out.token_ids.tolist() == greedy(logits).tolist() == [1, 1, 0, 0, 2]
     assert out.logprobs is not None and out.logprobs.chosen.tolist() == [0.0] * 5

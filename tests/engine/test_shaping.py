@@ -175,7 +175,7 @@ def test_only_allowed_tokens_are_drawn(temperature, limits):
     logits[1, 6] = 0.0
     shaper = LogitShaper(VOCAB, 0)
     for seed in range(50):
-        params = [SamplingParams(temperature=temperature, seed=seed, **limits)] * 3  # type: ignore[arg-type]
+        params = [SamplingParams(temperature=temperature, seed=seed, **limits)] * 3
         batch = SamplingBatch.from_params(params, [seed] * 3)
         drawn = sample(
             logits, batch, shaper.masked(None, _mask(*allowed))

@@ -28,8 +28,11 @@ from tests.rigs.examples import examples
 from tests.rigs.http_server import READY, serving, serving_harmony, with_template
 
 CHATML = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-{{- '<|im_end|>\\n' }}{% endif %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{ tool | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for m in messages %}
     {%- set content = m.content | default('', true) %}
     {%- if m.role == 'assistant' and '</think>' in content %}
@@ -39,14 +42,15 @@ CHATML = """\
         {{- '<|im_start|>user\\n<tool_response>\\n' + content }}
         {{- '\\n</tool_response><|im_end|>\\n' }}
     {%- else %}
-        {{- '<|im_start|>' + m.role + '\\n' + (m.name + ': ' if m.name else '') + content }}
+        {{- '<|im_start|>' + m.role + '\\n' }}
+        {{- (m.name + ': ' if m.name else '') + content }}
         {%- for call in m.tool_calls or [] %}
             {{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 CONTROLS = [
     "<|im_start|>",
     "<|im_end|>",

@@ -138,7 +138,11 @@ def test_request_that_arrives_during_a_step_is_pulled_and_answered_during_this_s
     prompt = list(range(20, 36))
     num_before = len(out.tokens("a"))
     batches: list[list[EngineInput]] = [[add("b", prompt, 4, remote=_remote(prompt))]]
-    out.receive = lambda timeout_s: (batches.pop() if batches else [], False)  # type: ignore[method-assign]
+
+    def receive(timeout_s: float) -> tuple[list[EngineInput], bool]:
+        return (batches.pop() if batches else [], False)
+
+    out.receive = receive  # type: ignore[method-assign]
     core.round([])
     assert connector.tokens_at_end == [expected_output(prompt, 1)], (
         "the first token is sent before the pull ends"

@@ -46,7 +46,7 @@ async def send_for_error(
 # -- truncate_prompt_tokens ------------------------------------------------------------
 
 
-async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
+async def test_each_prompt_is_truncated_to_its_last_tokens(tokenizer):
     async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         ids = tokenizer.encode(ALPHABET)
         for prompt in (ALPHABET, ids):
@@ -75,7 +75,7 @@ async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("limits", "num_kept"),
+    ("limits", "num_tokens"),
     [
         ({"max_tokens": 10}, CONTEXT - 10),
         ({"max_tokens": 10, "max_completion_tokens": 9}, CONTEXT - 9),
@@ -85,13 +85,13 @@ async def test_last_tokens_of_each_prompt_are_kept(tokenizer):
     ],
 )
 async def test_minus_1_keeps_tokens_that_fit_the_context_with_the_answer(
-    limits, num_kept, tokenizer
+    limits, num_tokens, tokenizer
 ):
     async with serving(tokenizer, text_script(tokenizer, "x")) as server:
         actual = await send_for_prompt(
             server, prompt=ALPHABET, truncate_prompt_tokens=-1, **limits
         )
-        assert actual == tokenizer.encode(ALPHABET)[-num_kept:]
+        assert actual == tokenizer.encode(ALPHABET)[-num_tokens:]
 
 
 async def test_answer_that_never_fits_is_refused(tokenizer):
@@ -109,7 +109,7 @@ async def test_answer_that_never_fits_is_refused(tokenizer):
             assert error["param"] == "truncate_prompt_tokens"
 
 
-async def test_tokenizer_prefix_is_kept(tmp_path: Path) -> None:
+async def test_truncation_preserves_the_tokenizer_prefix(tmp_path: Path) -> None:
     write_sentencepiece_style(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     ready = replace(READY, max_model_len=4096, vocab_size=4096)

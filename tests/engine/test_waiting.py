@@ -78,9 +78,7 @@ def test_requests_of_other_keys_overtake_a_limited_number_of_times():
         ([8192, *[1] * 70], [*range(1, MAX_OVERTAKEN + 1), 0, *range(65, 71)]),
     ],
 )
-def test_much_shorter_prompts_overtake_a_long_prompt_with_at_most_its_work(
-    lengths, order
-):
+def test_much_shorter_prompts_overtake_a_long_prompt_up_to_its_work(lengths, order):
     assert queue_order([make_sequence(length) for length in lengths]) == order
 
 
@@ -92,7 +90,7 @@ lengths = st.sampled_from([1, 100, 255, 256, 300, LONG_PROMPT_TOKENS, 4096, 8192
         st.tuples(lengths, st.sampled_from([0, 0, 0, 1]), st.booleans()), max_size=60
     )
 )
-def test_work_that_overtakes_a_prompt_is_at_most_its_own_work(requests):
+def test_work_that_overtakes_a_prompt_does_not_exceed_its_work(requests):
     waiting = deque[Sequence]()
     overtaken_by: dict[Sequence, list[Sequence]] = {}
     for num_tokens, priority, is_served in requests:

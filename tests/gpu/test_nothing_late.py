@@ -187,8 +187,11 @@ def _make_model(kind: str, folder: Path) -> Path:
     return folder
 
 
-def _prompt(length: int, rng: random.Random = random.Random(11)) -> list[int]:  # noqa: B008
-    return [rng.randrange(3, 250) for _ in range(length)]
+_prompt_rng = random.Random(11)
+
+
+def _prompt(length: int) -> list[int]:
+    return [_prompt_rng.randrange(3, 250) for _ in range(length)]
 
 
 def _complete_through_both(

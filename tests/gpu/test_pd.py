@@ -137,7 +137,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
 
 
 @pytest.mark.parametrize(("model", "p", "d"), _CELLS)
-def test_pair_answers_like_the_decode_server_by_itself(engines, model, p, d, request):
+def test_pair_gives_the_answers_of_a_decode_server(engines, model, p, d, request):
     prefiller, decoder = engines.pair(supported_model_dir(model), p, d)
     is_converted = _CONVERT[0] in d.options
     tolerance = _CONVERTED_TOLERANCE if is_converted else _TOLERANCE

@@ -167,7 +167,7 @@ def make_router(name, num_experts, monkeypatch):
 
 @pytest.mark.parametrize("num_experts", [8, 20, 160])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_kernel_chooses_experts_and_weights_like_plain_torch(
+def test_kernel_chooses_the_experts_and_weights_of_plain_torch(
     name, num_experts, monkeypatch
 ):
     router = make_router(name, num_experts, monkeypatch)
@@ -215,8 +215,11 @@ def test_deviating_expert_kernels_are_logged_once_and_not_used(
 
 
 def test_self_test_of_mxfp4_experts_runs_full_tiles_and_small_ones():
-    weights = (torch.randn(TOTAL, 2 * 64, HIDDEN), torch.randn(TOTAL, HIDDEN, 64))
-    experts = Experts(*weights, num_chosen=EXPERTS_PER_TOKEN)
+    experts = Experts(
+        torch.randn(TOTAL, 2 * 64, HIDDEN),
+        torch.randn(TOTAL, HIDDEN, 64),
+        num_chosen=EXPERTS_PER_TOKEN,
+    )
     _, _, chosen = packed_experts._uneven_example(experts, EXPERTS_PER_TOKEN)
     num_rows = chosen.flatten().bincount(minlength=TOTAL)
     tiles = [tile for item in fused_ops.fp4_experts().TILES for tile in item[1:]]

@@ -40,7 +40,7 @@ def test_product_equals_float64_with_and_without_splits(weight_format, rows, num
     "weight_format", WEIGHT_FORMATS[::2] + WEIGHT_FORMATS[-1:], ids=str
 )
 @pytest.mark.parametrize("ends", [[0, 3, 3, 9], [0, 1, 70, 75, 75]], ids=str)
-def test_each_expert_multiplies_its_own_rows(weight_format, ends):
+def test_each_expert_multiplies_only_its_rows(weight_format, ends):
     weight = example_weight((*weight_format, BF16, torch.device("cpu"))).map_parts(
         lambda part: part[:40]
     )

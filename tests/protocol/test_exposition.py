@@ -168,7 +168,7 @@ def test_server_without_an_engine_has_only_the_aliases_of_its_http_process():
     assert "vllm:num_requests_waiting" not in text and "cache_config" not in text
 
 
-def test_proxy_has_aliases_of_its_own_metrics_with_the_model_if_there_is_one():
+def test_proxy_has_aliases_of_its_metrics_labelled_with_the_only_model():
     metrics = Metrics("proxy", aliases="vllm")
     metrics.inc("baton_proxy_requests_in_progress", 2)
     running = 'vllm:num_requests_running{engine="0"} 2.0'

@@ -332,7 +332,8 @@ class _DroppingProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {"drop": self.transport.abort}  # type: ignore[typeddict-item]
+        extensions: Any = {"drop": self.transport.abort}
+        self.scope["extensions"] = extensions
 
 
 class Rig:

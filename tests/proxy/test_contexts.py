@@ -15,9 +15,9 @@ TOO_LONG = {"error": {"code": "context_length_exceeded", "message": "too long"}}
 
 
 async def prefills_100_tokens(call: Call) -> None:
-    params = {**KV_PARAMS, "remote_num_tokens": 100}
+    params: Any = {**KV_PARAMS, "remote_num_tokens": 100}
     if isinstance(call.body["prompt"], list):
-        params = [{**KV_PARAMS, "remote_num_tokens": 7}, params]  # type: ignore[assignment]
+        params = [{**KV_PARAMS, "remote_num_tokens": 7}, params]
     await call.answer(200, {"kv_transfer_params": params})
 
 

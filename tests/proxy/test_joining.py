@@ -121,8 +121,12 @@ async def test_server_that_joins_during_a_prefill_can_generate_the_answer(detail
 
 async def test_registration_expires_unless_renewed_or_the_proxy_shuts_down(caplog):
     ids = list[str | None]()
-    handler = logging.Handler()
-    handler.emit = lambda record: ids.append(current_request_id())  # type: ignore[method-assign]
+
+    class IdRecorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            ids.append(current_request_id())
+
+    handler = IdRecorder()
     async with rig_of(fixed_series=False) as rig:
         await register(rig, record("http://d:2", ttl_s=1.0))
         rig.app.shut_down(60.0)

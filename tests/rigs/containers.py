@@ -100,7 +100,7 @@ class Container:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        wait_until(lambda: self._has_own_files() or self.has_exited)
+        wait_until(lambda: self._has_image_files() or self.has_exited)
 
     @property
     def pid(self) -> int:
@@ -174,7 +174,7 @@ class Container:
         except OSError:  # the wrapper has ended
             return []
 
-    def _has_own_files(self) -> bool:
+    def _has_image_files(self) -> bool:
         """Whether the first process has the files of the image, not this machine's."""
         try:
             return any(

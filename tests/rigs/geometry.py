@@ -23,7 +23,7 @@ from tests.rigs.memory_agent import MemoryAgent
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
-STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # descriptors cost so much that all is staged
+STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # direct READs cost too much
 GARBAGE = -7.0
 NUMPY = {"float32": np.float32, "float16": np.float16}
 

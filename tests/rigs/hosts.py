@@ -153,7 +153,7 @@ class Hosts:
     def close_all_ports_but(self, name: str, *ports: str) -> None:
         """Let a host accept TCP connections only at `ports`, such as "80" or "90:99".
 
-        Connections inside the host, and those that it opens itself, are not affected.
+        Connections inside the host, and connections that the host opens, still work.
         """
         accepted = [
             ["--in-interface", "lo"],

@@ -89,7 +89,7 @@ def _store() -> Path:
 
 def _buildah(*argv: str, check: bool = True) -> str:
     """Run buildah on the store of test images and return what it prints."""
-    folders = ("--root", str(_store() / "store"), "--runroot", str(_store() / "run"))
+    folders = ["--root", str(_store() / "store"), "--runroot", str(_store() / "run")]
     return _run("buildah", *folders, *argv, check=check).strip()
 
 

@@ -76,15 +76,14 @@ def _start_all(
         rendezvous = f"127.0.0.1:{port}"
         if hosts is not None:
             rendezvous = f"{hosts.address(nodes[0].host)}:{_PORT}"
-        argv = ("--nnodes", str(len(nodes)), "--rendezvous", rendezvous, *argv)
         starts = []
         for number, node in enumerate(nodes):
+            words = ["--nnodes", str(len(nodes)), "--rendezvous", rendezvous, *argv]
+            words += ["--node-rank", str(number), *node.argv]
             if hosts is None:
                 begin = partial(start, module, name=f"node {number}")
-                argv_of_node = ("--node-host", f"127.0.0.{number + 1}", *node.argv)
+                words += ["--node-host", f"127.0.0.{number + 1}"]
             else:
                 begin = partial(hosts.start, node.host, module, name=f"node {number}")
-                argv_of_node = tuple(node.argv)
-            rank = ("--node-rank", str(number))
-            starts.append(pool.submit(begin, *argv, *rank, *argv_of_node, **node.env))
+            starts.append(pool.submit(begin, *words, **node.env))
         return starts

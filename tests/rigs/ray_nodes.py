@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.ports import reserved_ports
@@ -110,16 +111,16 @@ class RayCluster:
             )
             node = RayNode(process)
             self.nodes.append(node)
-            wait_until(
-                lambda: (
-                    _num_alive(self.address) > num_alive or not node.is_running()  # noqa: B023
-                ),
-                START_TIMEOUT_S,
-            )
+            has_started_or_ended = partial(self._has_started_or_ended, node, num_alive)
+            wait_until(has_started_or_ended, START_TIMEOUT_S)
             if node.is_running():
                 return node
-            node.kill()  # what is left of it
+            node.kill()  # its other processes
         raise AssertionError(f"Ray did not start a node in {MAX_STARTS} attempts")
+
+    def _has_started_or_ended(self, node: RayNode, num_alive_before: int) -> bool:
+        """Whether the cluster has one more node, or the process of `node` has ended."""
+        return _num_alive(self.address) > num_alive_before or not node.is_running()
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class Chaos:
         """
         pair = self.pair
         config = pair.d.config
-        # The prompt is so long that each rank has a part of it, and READs of its own.
+        # The prompt is long enough for every rank to have a part of it and its READs.
         num_tokens = 14 + config.block_size * (config.dcp - 1)
         prompt = [self._random_token() for _ in range(num_tokens)]
         params = pair.prefill(prompt)

@@ -82,7 +82,7 @@ def test_prefix_on_an_incompatible_engine_is_computed_locally(
     assert a.stat("baton_leases", event="granted") == 0
 
 
-def test_kv_is_found_and_pulled_only_by_requests_with_its_salt(make_group):
+def test_only_requests_with_its_salt_match_and_pull_cached_kv(make_group):
     a, b = (group := make_group({}, {})).engines
     group.complete(a, PROMPT, cache_salt=b"one")
     for salt in (b"", b"other"):
@@ -185,7 +185,7 @@ def test_lookups_of_an_engine_with_another_secret_are_not_answered(make_group):
     assert num_answered == [0, 0, 0]
 
 
-def test_leases_of_lookups_take_at_most_half_of_the_pool(make_group):
+def test_leases_of_lookups_are_limited_to_half_of_the_pool(make_group):
     # The pool has 17 blocks without the null block, so 8 may be leased.
     a, b = (group := make_group({"num_blocks": 18}, {})).engines
     prompts = [PROMPT, PROMPT[::-1], [9] * 5]

@@ -209,7 +209,7 @@ def test_pull_without_capacity_during_a_hung_read_is_left_to_another_server(make
     assert pair.d.kv(again) == (108, 0, 0)
 
 
-def test_hung_pull_into_most_of_the_pool_leaves_the_remaining_blocks(make_pair):
+def test_hung_pull_into_a_large_part_of_the_pool_leaves_the_other_blocks(make_pair):
     pair = make_pair(p_block_size=8, settings=LONG_PULL_TIMEOUT, max_model_len=160)
     pair.d.movers.stall()
     large = list(range(1, 61)) + list(range(1, 41))  # 25 of 39 blocks

@@ -170,7 +170,8 @@ def _close(launch: Launch) -> None:
 
 def test_the_connections_of_all_ranks_come_in_order(make_rig):
     rig = make_rig(3)
-    one, two = _Node(rig, 1), _Node(rig, 2)
+    one = _Node(rig, 1)
+    two = _Node(rig, 2)
     launch = _start(rig, one, two)
     assert [sock.recv(100) for sock in launch.rank_sockets] == [
         b"1 steps",
@@ -197,7 +198,7 @@ def test_a_port_in_use_is_named(make_rig):
     )
 
 
-def test_a_node_that_is_asked_to_stop_stops_the_server(make_rig):
+def test_leaving_node_stops_the_server(make_rig):
     rig = make_rig()
     _Node(rig, 1).link.send(Leaving())
     assert rig.is_leaving.wait(_TIMEOUT_S)
@@ -265,7 +266,8 @@ def test_a_node_may_join_again_before_the_start(make_rig):
 
 def test_a_lost_node_ends_the_server_on_all_nodes(make_rig):
     rig = make_rig(3)
-    one, two = _Node(rig, 1), _Node(rig, 2)
+    one = _Node(rig, 1)
+    two = _Node(rig, 2)
     launch = _start(rig, one, two)
     two.link.close()
     reason = rig.failures.get(timeout=_TIMEOUT_S)

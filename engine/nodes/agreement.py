@@ -1,6 +1,6 @@
 """What the nodes of one server must have in common: the model and the options.
 
-The values of the options are those that apply: "auto" is already decided by each node.
+Nodes compare the effective values of options: each node has already replaced "auto".
 """
 
 import json
@@ -13,8 +13,8 @@ from model.config import ModelConfig
 from model.sizes import fingerprint
 from protocol.short_repr import short_repr
 
-# Fields of EngineConfig that may differ: those of one node, and those that only node 0
-# uses. The fingerprint decides whether the models are equal.
+# Fields of EngineConfig that may differ between nodes. Some describe one node, and only
+# node 0 uses the others. The models are compared by their fingerprints instead.
 _MAY_DIFFER = frozenset(
     {
         "cluster_secret",
@@ -43,7 +43,11 @@ _MAY_DIFFER = frozenset(
 
 
 def report_of(config: EngineConfig, model_config: ModelConfig) -> NodeReport:
-    """Describes this node. Reads the weight files for the fingerprint."""
+    """Returns the report of this node. Reads the weight files for the fingerprint.
+
+    Raises:
+        OSError: a weight file cannot be read.
+    """
     model = config.model
     if config.revision:
         model = f"{model} revision {config.revision}"
@@ -75,10 +79,12 @@ def find_difference(reports: Mapping[int, NodeReport]) -> str | None:
             other_value = other.options.get(name)
             if other_value != value:
                 option = "--" + name.replace("_", "-")
+                text = _display_text(value)
+                other_text = _display_text(other_value)
                 return (
-                    f"nodes 0 and {number} differ in {option}: {_shown(value)} on "
-                    f"node 0, {_shown(other_value)} on node {number}; give every node "
-                    "the same options except --node-rank"
+                    f"nodes 0 and {number} differ in {option}: {text} on node 0, "
+                    f"{other_text} on node {number}; give every node the same options "
+                    "except --node-rank"
                 )
         if first.fingerprint != other.fingerprint:
             return (
@@ -90,8 +96,12 @@ def find_difference(reports: Mapping[int, NodeReport]) -> str | None:
     return None
 
 
-def _shown(value: str | None) -> str:
-    """A value as the user writes it, shortened."""
+def _display_text(value: str | None) -> str:
+    """Returns a value as the user writes it, shortened.
+
+    Args:
+        value: the value of an option as JSON; None: the node has no such option.
+    """
     if value is None:
         return "unknown"
     content = json.loads(value)

@@ -1,4 +1,4 @@
-"""The nodes of a server as its main program sees them, on node 0."""
+"""The interface through which the main program on node 0 uses the other nodes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,14 +12,22 @@ class Nodes(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Begins to accept other nodes. Raises StartFailure if that is impossible."""
+        """Begins to accept connections of other nodes.
+
+        Raises:
+            StartFailure: node 0 cannot listen at --rendezvous.
+        """
 
     @abstractmethod
     def meet(self, prepared: Prepared, report: Callable[[str], None]) -> Launch:
         """Waits until all nodes are prepared and agree.
 
         Args:
+            prepared: the configuration of node 0.
             report: called with descriptions of the progress.
+
+        Returns:
+            The arguments with which node 0 starts its ranks.
 
         Raises:
             StartFailure: a node is missing or has failed, or the nodes differ.
@@ -39,15 +47,20 @@ class Nodes(ABC):
 
     @abstractmethod
     def fail_here(self, reason: str) -> str:
-        """Like `fail`, for a failure of this node, which the reason then names."""
+        """Ends the server on all nodes because of a failure of this node.
+
+        Returns:
+            The reason that all nodes report. It names this node, unless `fail` was
+            called before.
+        """
 
     @abstractmethod
     def close(self, *, lingers: bool) -> None:
-        """Ends the other nodes, in order unless `fail` was called.
+        """Ends the other nodes. They exit with status 0, unless `fail` was called.
 
         Args:
-            lingers: after a failure at the start, wait shortly for nodes that have not
-                joined, and report the reason to them.
+            lingers: after a failure at the start, wait a few seconds for nodes that
+                have not joined yet, and report the reason to them.
         """
 
 

@@ -21,7 +21,8 @@ logger = get_logger(__name__)
 
 _MAX_MESSAGE_BYTES = 1 << 22
 _CLOSE_TIMEOUT_S = 1.0  # longest wait in `close` for the peer
-_CHECKS = 5  # checks for a message, and heartbeats, within a timeout
+# Number of heartbeats, and of checks for messages, within the timeout of a link.
+_CHECKS = 5
 
 
 class NodeLink:
@@ -34,8 +35,12 @@ class NodeLink:
         sock: the connected socket.
         key: the key of the connection.
         node_rank: the number of this node.
-        peer: the peer in messages, such as "node 1 (10.0.0.2)".
-        timeout_s: see --node-timeout-s.
+        peer_rank: the number of the other node.
+        peer: how messages name the other node, such as "node 1 (10.0.0.2)".
+        timeout_s: how long the other node may be silent; see --node-timeout-s.
+
+    Attributes:
+        local_host: the address of this end.
     """
 
     def __init__(
@@ -67,9 +72,13 @@ class NodeLink:
     def start(
         self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]
     ) -> None:
-        """Starts the thread, which calls `on_message` with each message.
+        """Starts the thread that receives messages and sends heartbeats.
 
-        If the link is lost before `close`, it calls `on_lost` with the reason."""
+        Args:
+            on_message: called in that thread with each message, except heartbeats.
+            on_lost: called in that thread with the reason if the link is lost before
+                `close`.
+        """
 
         def run() -> None:
             try:
@@ -89,8 +98,8 @@ class NodeLink:
                 self._thread = thread
 
     def send(self, message: Message) -> None:
-        """Sends a message without waiting. A lost connection is reported by the
-        thread."""
+        """Sends a message without waiting. If the connection is lost, the thread calls
+        `on_lost`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -100,9 +109,10 @@ class NodeLink:
             self._flush()
 
     def close(self) -> None:
-        """Closes the connection. Waits shortly until the peer has closed it too.
+        """Closes the connection. Waits for at most 2 * _CLOSE_TIMEOUT_S until the peer
+        has closed it too.
 
-        Without the wait, the last messages on their way to the peer could be lost."""
+        Without the wait, the peer could lose the last messages."""
         with self._lock:
             if self._is_closed:
                 return
@@ -123,10 +133,14 @@ class NodeLink:
             logger.debug("%s: %s", self.peer, error)  # `_watch` reports it
 
     def _watch(self, on_message: Callable[[Message], None]) -> None:
-        """Passes on messages until the link is lost or closed.
+        """Calls `on_message` with each message until the link is lost or closed.
 
-        The peer's silence is measured in checks instead of seconds: if this process or
-        the whole machine was stopped for a while, no checks were made.
+        The peer's silence is measured in checks instead of seconds. While this process
+        or its machine is stopped, no checks are made, so the peer is not blamed.
+
+        Raises:
+            WireClosed: the connection has ended, or the peer was silent for too long.
+            BadGreeting: a message is not authentic.
         """
         poll = select.poll()
         poll.register(self._wire, select.POLLIN)

@@ -18,15 +18,15 @@ def listen_at_rendezvous(
 ) -> socket.socket:
     """Returns a socket that listens at --rendezvous, on node 0.
 
-    If the name cannot be resolved, this is tried again until the timeout: in
-    Kubernetes, the name of a pod appears a little after its start.
+    If the name cannot be resolved, the look-up is repeated until the timeout: in
+    Kubernetes, the name of a pod becomes known a little after its start.
 
     Args:
-        failure: returns why the server ends, or None while it starts.
+        failure: returns the reason if the start has failed elsewhere; None otherwise.
 
     Raises:
-        StartFailure: the server ends, the address is not one of this machine's, or the
-            port is in use.
+        StartFailure: the start has failed elsewhere, the address does not belong to
+            this machine, or the port is in use.
     """
     host, port = settings.rendezvous_address
     deadline_s = time.monotonic() + settings.rendezvous_timeout_s
@@ -52,8 +52,9 @@ def listen_at_rendezvous(
 
 
 def _check_is_reachable(listener: socket.socket, settings: EngineSettings) -> None:
-    """Raises StartFailure if the name of node 0 is a loopback address on node 0, as
-    /etc/hosts of some systems has it."""
+    """Raises StartFailure if the name of node 0 is a loopback address on node 0.
+
+    /etc/hosts of some systems maps the name of the machine to such an address."""
     host, port = settings.rendezvous_address
     address = str(listener.getsockname()[0])
     if is_local(address) and not is_local(host):

@@ -2,7 +2,7 @@
 
     join node 0 -> find and check the model -> report to node 0
     -> Start: connect the ranks to node 0, and start them -> Ready
-    -> Stop or a signal: end in order; a failure of any node: end with status 1
+    -> Stop: end with status 0; a failure of any node: end with status 1
 
 All decisions are made on the main thread, which executes queued calls. Other threads
 prepare the start, watch the connection to node 0, and watch the ranks.
@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
-# How long a rank may be gone before node 0 reports that the server has ended.
+# How long this node waits for the report of node 0 after one of its ranks has ended.
 _STOP_DELAY_S = 5.0
 _KILLED_STATUS = 130  # as in engine/serve.py
 
@@ -74,12 +74,17 @@ class Member:
         self._prepared: Prepared | None = None
         self._has_started = False
         self._status: int | None = None  # set when the program ends
-        self._deadline_s: float | None = None  # when the program ends at the latest
-        self._late_reason = "stopped before it was ready"
+        # When the program ends with a failure, and the reason of that failure.
+        self._deadline_s: float | None = None
+        self._deadline_reason = "stopped before it was ready"
 
     def run(self) -> int:
-        """Runs until node 0, a signal or a failure ends this node. Returns the exit
-        status."""
+        """Runs until node 0, a signal or a failure ends this node.
+
+        Returns:
+            The exit status: 0 if node 0 has ended the server, 1 after a failure, 130
+            after a second signal.
+        """
         threading.Thread(target=self._prepare, name="prepare", daemon=True).start()
         with lifecycle.stop_signals(
             lambda _number, count: self._post(self._on_signal, count)
@@ -137,7 +142,7 @@ class Member:
             self._post(self._report_failure, f"{name}: {_describe(error)}")
 
     def _join(self) -> NodeLink:
-        """Connects to node 0, and tries again until the timeout.
+        """Connects to node 0, and repeats failed attempts until the timeout.
 
         Raises:
             StartFailure: node 0 does not answer within the timeout.
@@ -260,8 +265,10 @@ class Member:
         return sockets
 
     def _ranks_ended(self, reason: str) -> None:
-        """A rank has exited. If that was in order, node 0 reports soon that the server
-        has ended."""
+        """Handles the end of a rank.
+
+        If all exit statuses are 0, node 0 has ended the server, and its message follows
+        soon."""
         if self._processes.have_exited_in_order():
             self._set_deadline(_STOP_DELAY_S, reason)
         else:
@@ -272,7 +279,7 @@ class Member:
             lifecycle.report_failure("received a signal during the shutdown: killed")
             self._end(_KILLED_STATUS)
         elif not self._has_started:
-            self._fail(self._late_reason)
+            self._fail(self._deadline_reason)
         else:
             # Node 0 drains the server, which needs these ranks, and then sends Stop.
             self._send(Leaving())
@@ -284,11 +291,11 @@ class Member:
     def _set_deadline(self, delay_s: float, reason: str) -> None:
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + delay_s
-            self._late_reason = reason
+            self._deadline_reason = reason
 
     def _check_deadline(self) -> None:
         if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
-            self._report_failure(self._late_reason)
+            self._report_failure(self._deadline_reason)
 
     def _report_failure(self, reason: str) -> None:
         """Ends this node with a failure, which node 0 reports to all nodes."""

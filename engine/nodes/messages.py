@@ -59,6 +59,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="baton-node"):
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
+    """Node 0's answer to a Hello; see above."""
+
     version: _ShortText
     nnodes: Annotated[int, Meta(ge=1, le=64)]
     nonce: _Nonce
@@ -66,6 +68,8 @@ class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, tag="proof"):
+    """The other node's answer to a Challenge; see above."""
+
     proof: bytes
 
 
@@ -84,7 +88,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """Node 0 asks a node to start its ranks.
+    """Node 0 requests that a node start its ranks.
 
     Attributes:
         store_port: The port on node 0 of the store through which the collectives
@@ -101,20 +105,21 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """A node was asked to stop. Node 0 then drains the server."""
+    """A node has received a stop signal. Node 0 then drains the server."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Node 0 has ended the server in order."""
+    """Node 0 has drained and ended the server, so every node exits with status 0."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The server ends. Every node reports `reason`."""
+    """The server ends because of a failure. Every node reports `reason`."""
 
     reason: str
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"): ...
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The sender is alive. Both ends of a connection send heartbeats."""
 
 
 Message = NodeReport | Start | Ready | Leaving | Stop | Failed | Heartbeat
@@ -190,7 +195,8 @@ def check_versions(version: str, nnodes: int, hello: Hello) -> None:
     """Raises Disagreement if node 0 and the node of `hello` differ.
 
     Args:
-        version, nnodes: the values of node 0.
+        version: Baton's version on node 0.
+        nnodes: the value of --nnodes on node 0.
     """
     if version != hello.version:
         raise Disagreement(
@@ -206,6 +212,7 @@ def check_versions(version: str, nnodes: int, hello: Hello) -> None:
 
 
 def different_secrets(node_rank: int) -> str:
+    """Returns the message for a node that has another secret than node 0."""
     return (
         f"nodes 0 and {node_rank} have different cluster secrets; set "
         "BATON_CLUSTER_SECRET to the same text on all nodes (openssl rand -hex 32)"
@@ -218,7 +225,7 @@ def seal(message: Message, key: bytes, label: bytes, number: int) -> bytes:
     Args:
         key: the key of the connection.
         label: names the direction, so that a message is not valid if it is sent back.
-        number: how many messages were sent before in this direction.
+        number: number of messages that were sent before in this direction.
     """
     payload = msgspec.msgpack.encode(message)
     return _mac(key, label, number.to_bytes(8) + payload) + payload
@@ -237,7 +244,7 @@ def unseal(frame: bytes, key: bytes, label: bytes, number: int) -> Message:
 
 
 def label_of(node_rank: int) -> bytes:
-    """The label of messages from a node."""
+    """Returns the label of messages from a node; see `seal`."""
     return _TO_NODE_0 if node_rank else _FROM_NODE_0
 
 

@@ -1,9 +1,9 @@
 """Node 0 of a server with several nodes: lets the others join, and watches them.
 
-    open   other nodes connect, and prove that they have the cluster secret
-    meet   every node has checked its options and its model, and reports them;
-           if they agree, each node connects its ranks, and node 0 starts its own
-    then   heartbeats; the failure of any node ends the server on all nodes
+    open   Other nodes connect, and prove that they have the cluster secret.
+    meet   Every node checks its options and its model, and reports them. If the reports
+           agree, each node connects its ranks, and node 0 starts its ranks.
+    then   Nodes exchange heartbeats. A failure of one node ends the server on all.
 
 Until the ranks are connected, a node whose connection is lost may join again.
 """
@@ -42,10 +42,10 @@ from protocol.settings.settings import EngineSettings
 logger = get_logger(__name__)
 
 _GREETING_TIMEOUT_S = 10.0
-_MAX_GREETINGS = 64  # connections at a time that have not proved to be nodes
+_MAX_GREETINGS = 64  # connections at the same time without a proven secret
 _ACCEPT_INTERVAL_S = 0.5
-# How long node 0 stays after a failure at its start, so that nodes that start a little
-# later get the reason.
+# How long node 0 continues to accept nodes after a failure at its start. Nodes that
+# start a little later then get the reason.
 _FAILURE_LINGER_S = 10.0
 
 
@@ -55,7 +55,7 @@ class Rendezvous(Nodes):
     Args:
         secret: the cluster secret.
         on_failure: called with the reason, from any thread, if another node fails.
-        on_leaving: called from another thread if another node was asked to stop.
+        on_leaving: called from any thread if another node has received a stop signal.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Rendezvous(Nodes):
         self._on_leaving = on_leaving
         self._host = ""  # the address of node 0 at which the other nodes connect
         self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
-        # Guards all that follows, and is notified when any of it changes.
+        # Guards all attributes below, and is notified when one of them changes.
         self._changed = threading.Condition()
         self._links: dict[int, NodeLink] = {}  # by number of the node
         self._reports: dict[int, NodeReport] = {}
         self._rank_sockets: dict[tuple[int, Channel], socket.socket] = {}
         self._session = ""  # the engine's incarnation, once the nodes agree
         self._failure: str | None = None
-        self._has_started = False  # whether the connections of all ranks are there
-        self._has_timed_out = False  # whether nodes did not join in time
+        self._has_started = False  # whether all ranks have connected
+        self._has_timed_out = False  # whether a node did not join in time
         self._is_closed = False
-        self._num_informed = 0  # nodes that have got the reason of the failure
+        self._num_informed = 0  # number of nodes that were sent the failure's reason
 
     # -- for the main program
 
@@ -163,8 +163,14 @@ class Rendezvous(Nodes):
     # -- waiting
 
     def _wait_for_nodes(self, report: Callable[[str], None]) -> None:
-        """Waits for the reports of all nodes. Only the time in which a node has not
-        joined is limited, because a model may take long to download."""
+        """Waits for the reports of all nodes.
+
+        The time is limited only while a node is absent, because the download of a model
+        may take long. A node that joins and then dies counts as absent again.
+
+        Raises:
+            StartFailure: a node did not join in time, or a node has failed.
+        """
         settings = self._settings
         numbers = range(1, settings.nnodes)
         deadline_s = time.monotonic() + settings.rendezvous_timeout_s
@@ -173,13 +179,16 @@ class Rendezvous(Nodes):
             if self._failure is not None:
                 raise StartFailure(self._failure)
             absent = [number for number in numbers if number not in self._links]
-            waiting = absent or [n for n in numbers if n not in self._reports]
-            if not waiting:
+            unprepared = [number for number in numbers if number not in self._reports]
+            missing = absent or unprepared
+            if not missing:
                 return
-            nodes = "node" if len(waiting) == 1 else "nodes"
-            names = f"{nodes} {', '.join(map(str, waiting))}"
+            nodes = "node" if len(missing) == 1 else "nodes"
+            names = f"{nodes} {', '.join(map(str, missing))}"
             state = "join" if absent else "find and check the model"
-            if progress != (progress := f"waiting for {names} to {state}"):
+            text = f"waiting for {names} to {state}"
+            if text != progress:
+                progress = text
                 report(progress)
             if not absent:
                 deadline_s = time.monotonic() + settings.rendezvous_timeout_s
@@ -191,14 +200,18 @@ class Rendezvous(Nodes):
                         f"{settings.rendezvous} within "
                         f"{settings.rendezvous_timeout_s:g} s "
                         "(--rendezvous-timeout-s); start the same command with "
-                        f"--node-rank {waiting[0]} there, and check that this address "
+                        f"--node-rank {missing[0]} there, and check that this address "
                         "of node 0 can be reached from there"
                     )
                 )
             self._changed.wait(_ACCEPT_INTERVAL_S)
 
     def _wait_for_ranks(self, ranks_per_node: int) -> None:
-        """Waits until each rank of the other nodes has its two connections."""
+        """Waits until each rank of the other nodes has its two connections.
+
+        Raises:
+            StartFailure: ranks did not connect in time, or a node has failed.
+        """
         num_ranks = ranks_per_node * (self._settings.nnodes - 1)
         self._changed.wait_for(
             lambda: (
@@ -233,7 +246,7 @@ class Rendezvous(Nodes):
                     ).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        """Lets a connection prove that it belongs to a node, and adds it."""
+        """Authenticates a connection, and adds it as that of a node or of a rank."""
         host = "unknown"
         try:
             host = str(sock.getpeername()[0])
@@ -298,13 +311,12 @@ class Rendezvous(Nodes):
 
     def _add_rank(self, sock: socket.socket, hello: Hello, rank: int) -> None:
         with self._changed:
-            key = (rank, hello.channel)
-            is_expected = hello.session == self._session and hello.session
+            is_of_session = bool(self._session) and hello.session == self._session
             ranks_per_node = self._settings.tp // self._settings.nnodes
-            if not is_expected or rank // ranks_per_node != hello.node_rank:
+            if not is_of_session or rank // ranks_per_node != hello.node_rank:
                 raise BadGreeting(f"rank {rank} is not expected")
             tune_rank_socket(sock)
-            self._rank_sockets[key] = sock
+            self._rank_sockets[(rank, hello.channel)] = sock
             self._changed.notify_all()
 
     def _on_message(self, number: int, message: Message) -> None:
@@ -316,7 +328,7 @@ class Rendezvous(Nodes):
             case Failed(reason):
                 self._on_failure(self.fail(reason))
             case Leaving():
-                logger.info("node %d was asked to stop", number)
+                logger.info("node %d has received a stop signal; draining", number)
                 self._on_leaving()
             case _:
                 logger.warning("node %d sent an unexpected message", number)
@@ -340,15 +352,20 @@ def nodes_of(
     on_failure: Callable[[str], None],
     on_leaving: Callable[[], None],
 ) -> Nodes:
-    """Returns the nodes of a server, on node 0. Arguments: see Rendezvous."""
+    """Returns the nodes of the server of which this is node 0.
+
+    The arguments are those of Rendezvous.
+    """
     if settings.nnodes == 1:
         return SingleNode()
     return Rendezvous(settings, secret, on_failure, on_leaving)
 
 
 def tune_rank_socket(sock: socket.socket) -> None:
-    """Prepares a socket between ranks. It has no timeout for data, because a rank may
-    compute for long; heartbeats between the nodes notice that a host is gone."""
+    """Sets the options of a socket between ranks.
+
+    The socket has no timeout, because a rank may compute for long. If a host dies,
+    heartbeats between the nodes detect it."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock, idle_s=10, interval_s=5)

@@ -1,4 +1,4 @@
-"""How a request was served: for its log line, its spans, the metrics and the page."""
+"""Records how the proxy served a request, for log line, spans, metrics and page."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from proxy.upstream import Headers
 
 _REPORT_HEADER = REPORT_HEADER.encode()
 _decode_report = msgspec.json.Decoder(RequestReport).decode
-# Phases of the server that computes the prompt.
+# In the log line, these phases are those of the server that computed the prompt.
 _PROMPT_PHASES = ("queue", "prefill")
 
 
@@ -39,22 +39,23 @@ class Attempt:
 
 @dataclass
 class RequestTrace:
-    """How a request was served, for its log line and the metrics.
+    """The record of one request.
 
     Attributes:
         prefill, decode: URLs of the last prefill and decode server; "-" if none.
         decode_only: why a decode server served the request alone; "-" otherwise.
         model: the requested model; "-" if it was refused before that was known.
-        received_at: when the head of the request had arrived.
-        started_at: when the request had been read completely.
+        received_at: when the head of the request had arrived, in monotonic seconds.
+        started_at: when the request had been read completely, in monotonic seconds.
         prefill_s: seconds from `started_at` until the prefill server had answered.
-        legs: names of the servers that were tried, and after how many seconds.
-        attempts: the same legs, with what became of them.
+        legs: for each leg, the server's name and the seconds since `started_at`.
+        attempts: the same legs, with their ends and failures.
         num_lost: number of decode servers that failed while they had the request.
         num_moved: how often a decode server handed the request over.
         first_byte_s: seconds from `started_at` until the first byte of the answer.
-        reports: what servers did for the request, by the kind of their leg.
-        context, parent: the request's span and its parent; None if it is not traced.
+        reports: the servers' reports about the request, by the kind of the leg.
+        context: the request's span; None if the request is not traced.
+        parent: the caller's span; None if there is none.
     """
 
     prefill: str = "-"
@@ -125,7 +126,7 @@ class RequestTrace:
     # the end
 
     def summary(self) -> str:
-        """Return what the log line says about servers, tokens and phases."""
+        """Return the part of the log line about servers, tokens and phases."""
         prefill = self.reports.get("prefill")
         decode = self.reports.get("decode")
         report = decode or prefill

@@ -16,10 +16,11 @@ _FAILED_OUTCOMES = ("error", "rejected")
 
 @dataclass(frozen=True)
 class RequestSpan:
-    """The span of a request in this server, below the span of the caller, if any.
+    """The span of a request in this server.
 
     Attributes:
         name: the server's role and the endpoint.
+        parent: the caller's span; None if the request has no `traceparent`.
     """
 
     tracer: Tracer
@@ -36,7 +37,12 @@ class RequestSpan:
         model_name: str,
         headers: Iterable[tuple[bytes, bytes]],
     ) -> "RequestSpan | None":
-        """Return the span of a request that has arrived; None if it is not stored."""
+        """Return the span of a request that has arrived; None if it is not sampled.
+
+        Args:
+            tracer: None: no request is traced.
+            headers: the headers of the request.
+        """
         if tracer is None:
             return None
         context, parent = tracer.start(headers, name)
@@ -49,10 +55,11 @@ class RequestSpan:
         return self.context.trace_id_text
 
     def end(self, report: RequestReport, start_s: float) -> None:
-        """Send the spans.
+        """Send the spans of the request and of its phases.
 
         Args:
-            start_s: when the request arrived, on the monotonic clock.
+            report: the outcome, the tokens and the times of the request.
+            start_s: when the request arrived, in monotonic seconds.
         """
         self.tracer.send(self._spans(report, start_s))
 

@@ -1,8 +1,9 @@
 """The W3C trace context of a request: which trace and which span it belongs to.
 
-A process takes the context from the header `traceparent` of a request, and sends one
-with the spans of its own as parents to other processes. The ids of spans are drawn at
-once, because other processes need them before the spans end; see tracer.py.
+A process reads the context from the header `traceparent` of a request. To other
+processes it sends a header in which one of its spans is the parent. The id of a span is
+drawn when the span starts, because other processes need the id before the span is
+recorded; see tracer.py.
 """
 
 import random
@@ -51,15 +52,20 @@ class TraceContext:
 
 
 def new_trace_id() -> int:
+    """Returns a random id of 128 bits."""
     return random.getrandbits(128) or 1  # 0 is not a valid id
 
 
 def new_span_id() -> int:
+    """Returns a random id of 64 bits."""
     return random.getrandbits(64) or 1
 
 
 def context_from(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Returns the context in the headers of a request; None without a valid one."""
+    """Returns the context in the headers of a request.
+
+    The result is None if there is no valid `traceparent`.
+    """
     fields = dict(headers)
     parts = _TRACEPARENT.fullmatch(fields.get(b"traceparent", b"").strip())
     if parts is None:

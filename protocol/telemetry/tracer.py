@@ -1,9 +1,9 @@
 """Sends spans to an OpenTelemetry collector by OTLP over HTTP.
 
-Spans are made when a request has ended, from times that were measured anyway, so that
-tracing adds nothing to the time of a token. A thread of the SDK sends them in batches.
-Its queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans): if the collector is dead or
-slow, spans are dropped.
+Spans are made when a request has ended, from times that are measured in any case.
+Tracing therefore adds nothing to the time of a token. A thread of the SDK sends spans
+in batches. Its queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans by default): if
+the collector is dead or slow, spans are dropped.
 
 The packages of the extra `otel` are imported only if traces are wanted.
 """
@@ -52,8 +52,8 @@ class Span:
 
     Attributes:
         parent: None for the first span of a trace.
-        start_s, end_s: Times of the machine's monotonic clock.
-        kind: What OpenTelemetry calls the kind of a span.
+        start_s, end_s: Seconds of the machine's monotonic clock.
+        kind: Name of an OpenTelemetry SpanKind.
         error: Why the work failed; empty if it did not.
     """
 
@@ -100,8 +100,15 @@ class Tracer:
     def start(
         self, headers: Iterable[tuple[bytes, bytes]], name: str
     ) -> tuple[TraceContext, TraceContext | None]:
-        """Returns the context of a request's first span in this process, and of its
-        parent, which is the caller's span if the request has a `traceparent`.
+        """Decides whether a request is traced.
+
+        Args:
+            headers: The headers of the request.
+            name: The name of the request's first span in this process.
+
+        Returns:
+            The context of that span, and the context of its parent. The parent is the
+            caller's span, or None if the request has no `traceparent`.
         """
         from opentelemetry import trace
 
@@ -127,7 +134,7 @@ class Tracer:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        # Both clocks run at one speed, apart from corrections of the system's time.
+        # The offset is constant, apart from corrections of the system's time.
         offset_ns = time.time_ns() - time.monotonic_ns()
         for span in spans:
             status = Status(StatusCode.UNSET)
@@ -159,10 +166,14 @@ class Tracer:
 def create_tracer(options: TelemetryOptions, service: str) -> Tracer | None:
     """Returns the tracer that the options or the variables OTEL_* describe.
 
-    None means that there are to be no traces.
+    The result is None if they name no collector, or switch traces off.
+
+    Args:
+        service: The service's name, unless OTEL_SERVICE_NAME is set.
 
     Raises:
-        ValueError: --otlp-traces-endpoint needs packages that are not installed.
+        ValueError: --otlp-traces-endpoint is given, but packages are missing, or
+            another protocol than HTTP is set.
     """
     option = options.otlp_traces_endpoint
     if option is None and not any(map(os.environ.get, _ENDPOINT_VARIABLES)):

@@ -1,8 +1,8 @@
-"""The names under which vLLM exposes metrics that Baton has under its own names.
+"""Exposes Baton's metrics also under the names that vLLM gives such metrics.
 
-Dashboards, autoscalers and endpoint pickers that were made for vLLM read these names
-(`--metric-aliases vllm`). An alias has the values of one of Baton's metrics, except for
-those that functions below compose. The names and labels are those of
+Dashboards, autoscalers and endpoint pickers for vLLM read these names
+(`--metric-aliases vllm`). Most aliases have the values of one of Baton's metrics;
+functions below compute the others. The names and labels are those of
 vllm/v1/metrics/loggers.py; the buckets of histograms are Baton's.
 """
 

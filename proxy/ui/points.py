@@ -1,6 +1,7 @@
-"""The points in time of the page's charts: recent ones, and sparse ones of one hour.
+"""The points of the page's charts: recent points, and sparse points of one hour.
 
-A point has counters, not rates. The page computes rates and shares from two points.
+A point has counters instead of rates. The page computes rates and shares from two
+points.
 """
 
 import time
@@ -17,7 +18,7 @@ Row = dict[str, Any]
 
 
 class _Ring:
-    """A limited number of points, each with the number of the change that added it."""
+    """The newest points, each with the number of the change that added it."""
 
     def __init__(self, max_points: int) -> None:
         self._points: deque[tuple[int, Row]] = deque(maxlen=max_points)
@@ -87,8 +88,9 @@ class Points:
     ) -> None:
         """Add a point.
 
-        Points with the same `of` sum up the same servers. Rates may be computed only
-        from such points: a server that joins or leaves would look like a jump.
+        Points with the same `of` are sums over the same servers. The page computes
+        rates only from such points, because a server that joins or leaves changes the
+        sums.
 
         Args:
             change: number of this change.

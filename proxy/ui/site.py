@@ -1,7 +1,8 @@
-"""Serves the page's files, read once at the start, and its data (GET /ui/state).
+"""Serves the page's files and its data (GET /ui/state).
 
-The policy in HEADERS keeps browsers from loading anything from other hosts and from
-running scripts in the data. Everybody may read the files; the data are for admins.
+The files are read once, when the program starts. The policy in HEADERS keeps browsers
+from loading anything from other hosts, and from running scripts in the data. The files
+are public; with API keys, the data need an admin key.
 """
 
 from html import escape
@@ -61,12 +62,17 @@ def is_browser(scope: dict[str, Any]) -> bool:
 
 
 class Site(State):
-    """Serves the page of one proxy: answers GET and HEAD of `paths`, if `is_on`."""
+    """Serves the page of one proxy: answers GET and HEAD requests for `paths`.
+
+    Attributes:
+        open_paths: paths that need no API key.
+    """
 
     open_paths = OPEN_PATHS
 
     @property
     def paths(self) -> frozenset[str]:
+        """The paths that this site serves; none if the page is switched off."""
         return PATHS if self.is_on else frozenset()
 
     def error_page(self, error: BatonError) -> tuple[list[tuple[bytes, bytes]], bytes]:
@@ -92,7 +98,11 @@ class Site(State):
         return [*HEADERS, (b"content-type", CONTENT_TYPES["html"])], page.encode()
 
     async def answer(self, scope: dict[str, Any], reply: Reply) -> None:
-        """Answer a request for one of `paths`. Raises InvalidRequest."""
+        """Answer a request for one of `paths`.
+
+        Raises:
+            InvalidRequest: `since` is not a number.
+        """
         path = scope["path"]
         if path == STATE_PATH:
             content_type = b"application/json"

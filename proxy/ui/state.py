@@ -1,11 +1,11 @@
 """The data of the page: the servers, points in time, and recent requests.
 
-Each request is recorded when it starts and when it ends. Servers are queried for their
-statistics once per second while a page polls the proxy, and otherwise every
-HISTORY_INTERVAL_S (points.py): all servers at once, and on average at most POLLS_PER_S
-servers per second. Every change gets the next number of one counter, so a page receives
-only what has changed since its last answer. The page computes rates from the counts. No
-texts of requests are stored.
+- Each request is recorded when it starts and when it ends. No texts are stored.
+- All servers are queried for their statistics together: once per second while a page
+  polls the proxy, and otherwise every HISTORY_INTERVAL_S (points.py). With many servers
+  the interval is longer, so that there are at most POLLS_PER_S queries per second.
+- Every change gets the next number of one counter, so a page receives only the changes
+  since its last answer.
 """
 
 import asyncio
@@ -50,8 +50,9 @@ class Request:
         reply: None after the end, because a reply holds a connection's buffers.
         changed: number of the request's last change.
         started_at: when the request started, in Unix seconds.
-        end_s: seconds from the start to the end.
-        served: what each server did for the request, by the server's name.
+        status: the outcome; None while the request runs.
+        end_s: seconds from the start to the end; None while the request runs.
+        served: the reports of servers about the request, by the server's name.
         progress: number of legs, and whether bytes had arrived, at the last point.
     """
 
@@ -68,6 +69,7 @@ class Request:
     progress: tuple[int, bool] = (0, False)
 
     def row(self) -> Row:
+        """Return the request as the page receives it."""
         trace = self.trace
         return {
             "number": self.number,
@@ -88,7 +90,8 @@ class ServerRow:
     """The last statistics of a server, and its row on the page.
 
     Attributes:
-        problem: why there are no statistics.
+        problem: why there are no statistics; empty if there are.
+        row: the server as the page receives it.
         changed: number of the row's last change.
     """
 
@@ -178,9 +181,13 @@ class State:
     async def since(self, number: int, epoch: str) -> bytes:
         """Return the changes since the answer with `number`, as JSON.
 
+        If no page was open, this first waits until all servers have been queried. That
+        takes at most 2 * POLL_TIMEOUT_S.
+
         Args:
-            epoch: the epoch of the page's last answer. A page that was last answered
-                by another proxy process gets everything.
+            number: the number of the page's last answer; 0: everything is new.
+            epoch: the epoch of the page's last answer. A page with the epoch of another
+                proxy process gets everything.
         """
         if not self._is_watched:
             self.points.forget_first_bytes()
@@ -220,11 +227,12 @@ class State:
         )
 
     def start(self) -> None:
-        """Begin to record the history of the servers."""
+        """Begin to query the servers and to record their history."""
         if self.is_on:
             self._task = asyncio.create_task(self._poll_servers())
 
     async def close(self) -> None:
+        """Stop the queries of `start`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -5,8 +5,8 @@
 The constants of the host are measured once. Ten loads follow: five mixtures of prompts,
 answers and conversations, each at two shares of the rate that replicas can serve. For
 each load, the best replicas and the best split are predicted, and then run. A predicted
-winner is right if no more than 3 % are missing to the goodput of the other. The last
-line of output is JSON.
+winner is right if its goodput is at most 3 % below that of the other. The last line of
+output is JSON.
 """
 
 import argparse
@@ -200,21 +200,28 @@ def is_right(results: Sequence[Measured]) -> bool:
 
 
 def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
+    """Return the accuracy over all cases.
+
+    Args:
+        measured: the results of each case by its name.
+    """
     errors = [
         abs(result.error)
         for results in measured.values()
         for result in results
         if result.error is not None
     ]
-    rows = [result.host_slowdown for results in measured.values() for result in results]
+    slowdowns = [
+        result.host_slowdown for results in measured.values() for result in results
+    ]
     return {
         "cases": len(measured),
         "right_winners": sum(is_right(results) for results in measured.values()),
         "within_15_percent": sum(error <= 0.15 for error in errors),
-        "predictions": len(rows),
+        "predictions": len(slowdowns),
         "median_error": round(statistics.median(errors), 4) if errors else None,
         "max_error": round(max(errors), 4) if errors else None,
-        "host_slowdown_range": [round(min(rows), 3), round(max(rows), 3)],
+        "host_slowdown_range": [round(min(slowdowns), 3), round(max(slowdowns), 3)],
     }
 
 

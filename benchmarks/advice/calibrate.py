@@ -233,6 +233,7 @@ class _Calibration:
         )
 
     async def probe_s(self) -> float:
+        """Return the seconds of the probe at the first server."""
         return await probe_s(self._singles[0], self._next_seed())
 
 
@@ -336,4 +337,5 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
 
 
 def _target_s(settings: DecodeSettings, device: str) -> float | None:
+    """Return the target for the time between tokens; None: there is no target."""
     return settings.itl_target_s or settings.usual_itl_target_for(device)

@@ -46,6 +46,7 @@ class PromptFit(NamedTuple):
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> DecodeFit:
+    """Fit the time of steps without prompts."""
     rows = [(1.0, sample.streams, sample.context_tokens) for sample in samples]
     return DecodeFit(*_fit(rows, [sample.seconds for sample in samples]))
 

@@ -16,8 +16,8 @@ from benchmarks.routers import ProxyRouter
 from benchmarks.simulation import Engine, Fleet
 from proxy.placement.server_load import USUAL_STEP_S
 
-# Deployments whose predicted goodputs differ by less than this share are equal: the
-# simpler one is recommended.
+# If the predicted goodputs of two deployments differ by less than this share, the
+# simpler deployment is recommended.
 NEGLIGIBLE_GAIN = 0.03
 
 
@@ -40,6 +40,7 @@ class Prediction(NamedTuple):
 def predict(
     constants: HostConstants, deployment: Deployment, workload: Workload, slo: Slo
 ) -> Prediction:
+    """Return the latencies and the goodput of a deployment under a load."""
     times = constants.times
     num_engines = deployment.prefills + deployment.decodes
     target_s = constants.replica_target_s
@@ -83,18 +84,19 @@ def _prediction(
         deployment=deployment,
         goodput=num_good / elapsed_s,
         share=num_good / len(requests),
-        ttft_p50_s=_percentile(ttfts_s, 0.5),
-        ttft_p99_s=_percentile(ttfts_s, 0.99),
+        ttft_p50_s=percentile(ttfts_s, 0.5),
+        ttft_p99_s=percentile(ttfts_s, 0.99),
         itl_mean_s=statistics.mean(itls_s),
     )
 
 
-def _percentile(sorted_values: Sequence[float], share: float) -> float:
+def percentile(sorted_values: Sequence[float], share: float) -> float:
+    """Return the value at a share from 0 to 1 of ascending values; at least one."""
     return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)]
 
 
 def recommended(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the first prediction whose goodput is almost that of the best.
+    """Return the simplest deployment with almost the goodput of the best.
 
     Args:
         predictions: the simplest deployments first.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.advice.calibrate import probe_url
-from benchmarks.advice.predict import Prediction
+from benchmarks.advice.predict import Prediction, percentile
 from benchmarks.advice.servers import (
     RunningServers,
     ServerOptions,
@@ -25,9 +25,9 @@ class Measured:
     """A prediction, and what a real run of the same load gave.
 
     Attributes:
-        host_slowdown: how many times as long the probe of the constants took after the
-            run. Above 1, other programs used the host, or it became hotter.
-        loop_lag_p99_s: how late the load generator was.
+        host_slowdown: duration of the probe after the run, divided by its duration when
+            the constants were measured. Above 1, the host has become slower.
+        loop_lag_p99_s: how late the load generator was, in seconds.
     """
 
     predicted: Prediction
@@ -97,8 +97,8 @@ def run_deployment(
         deployment=deployment,
         goodput=num_good / elapsed_s,
         share=num_good / max(len(timelines), 1),
-        ttft_p50_s=_percentile(ttfts_s, 0.5),
-        ttft_p99_s=_percentile(ttfts_s, 0.99),
+        ttft_p50_s=percentile(ttfts_s, 0.5),
+        ttft_p99_s=percentile(ttfts_s, 0.99),
         itl_mean_s=statistics.mean([t.mean_itl_s for t in succeeded] or [0.0]),
     )
     return Measured(
@@ -106,12 +106,8 @@ def run_deployment(
         measured=measured,
         num_failed=len(timelines) - len(succeeded),
         host_slowdown=probe_after_s / probe_s,
-        loop_lag_p99_s=_percentile(sorted(result.loop_lags_s) or [0.0], 0.99),
+        loop_lag_p99_s=percentile(sorted(result.loop_lags_s) or [0.0], 0.99),
     )
-
-
-def _percentile(sorted_values: Sequence[float], share: float) -> float:
-    return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)]
 
 
 def verify(

@@ -1,9 +1,10 @@
 """Sends a load to one or several sides at the same time.
 
-A side is one endpoint, or several that are taken in turn. Every side gets the same
-sessions at the same times. In an open loop, a session is due at its time, whether or
-not earlier ones have ended; a request that is sent late counts from its due time. In a
-closed loop, `concurrency` sessions are in flight at any time.
+A side is one endpoint, or several endpoints that get the requests in turn. Every side
+gets the same sessions at the same times. In an open loop, a session is due at its time,
+whether or not earlier sessions have ended. The latencies of a request that is sent late
+count from its due time. In a closed loop, `concurrency` sessions are in flight at any
+time.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class Side:
     Attributes:
         name: what the report calls the side.
         urls: requests go to these in turn.
-        metrics_urls: further servers of this side whose /metrics are read.
+        metrics_urls: further servers of this side with /metrics to read.
     """
 
     name: str

@@ -173,6 +173,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
+    """Return a whole number above 0. Raises the errors of argparse's types."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
@@ -180,6 +181,7 @@ def positive(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
+    """Return a finite number above 0. Raises the errors of argparse's types."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
@@ -277,6 +279,7 @@ def make_workload(args: argparse.Namespace) -> Workload:
 
 
 def make_slo(args: argparse.Namespace) -> Slo:
+    """Return the limits of --slo. Raises BenchError."""
     return parse_slo(args.slo)
 
 

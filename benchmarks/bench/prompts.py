@@ -1,8 +1,8 @@
 """Request bodies: seeded prompts with the prefixes that the load shares.
 
-Every endpoint of a run gets the same tokens. The exception are later turns of a
-conversation: their prompts contain the answers that this endpoint gave to the earlier
-turns, as those of a real client do.
+Every endpoint of a run gets the same tokens, except in later turns of a conversation.
+The prompt of a later turn contains the answers of this endpoint to the earlier turns,
+like the prompt of a real client.
 """
 
 import zlib

@@ -53,6 +53,7 @@ async def scrape(url: str, api_key: str | None) -> Counters | None:
 async def scrape_all(
     urls: Sequence[str], api_key: str | None
 ) -> dict[str, Counters | None]:
+    """Return the counters of each server by its URL; see `scrape`."""
     pages = await asyncio.gather(*(scrape(url, api_key) for url in urls))
     return dict(zip(urls, pages, strict=True))
 

@@ -1,8 +1,10 @@
 """`baton doctor URL...`: checks running servers and proxies, and pulls between servers.
 
-facts.py         what each process reports, and whether it can be reached from here
-side_channel.py  a handshake with a server's side channel, from here
-pulls.py         real requests: a prefill leg on one server, a decode leg on another
-findings.py      what is wrong, with cause and fix; does no I/O
-report.py        the tables, the JSON, and the order of the checks
+report.py         runs the checks in order; prints the tables or the JSON
+facts.py          reads what each process reports, and checks whether it is reachable
+side_channel.py   does a handshake with a server's side channel
+pulls.py          sends a prefill leg to one server and a decode leg to another
+through_proxy.py  sends requests through a proxy
+findings.py       derives the problems, with cause and fix, from all results; no I/O
+client.py         the HTTP client of all checks
 """

@@ -13,7 +13,8 @@ import aiohttp
 from protocol.http.tls import client_context
 
 _MAX_BODY_BYTES = 16 << 20
-# The Date header has whole seconds, so a clock's offset is known to half a second.
+# The Date header has whole seconds, so the measured offset of a clock is accurate to
+# half a second.
 DATE_ERROR_S = 0.5
 
 
@@ -23,9 +24,11 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer.
+    """A response.
 
     Attributes:
+        headers: the headers, by their names in lower case.
+        text: the body, or its first _MAX_BODY_BYTES bytes.
         body: the JSON of the body; None if the body is not JSON.
         clock_offset_s: time of the process's clock minus time of this host's clock;
             None without a Date header.
@@ -39,7 +42,7 @@ class Reply:
 
     @property
     def error(self) -> str:
-        """The message of an error, as one line."""
+        """The message of an error response, as one line."""
         error = self.body.get("error") if isinstance(self.body, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
         return " ".join(str(message or f"status {self.status}").split())
@@ -48,7 +51,12 @@ class Reply:
 class Client:
     """Sends requests to all processes, with the same API key and the same timeout.
 
-    A context manager.
+    Use the client as a context manager.
+
+    Args:
+        key: the API key; None: requests have no key.
+        ca_file: certificate authorities of https URLs; None: those of the system.
+        timeout_s: timeout of a whole request.
     """
 
     def __init__(
@@ -71,11 +79,17 @@ class Client:
         await self._session.close()
 
     async def get(self, url: str) -> Reply:
+        """Send a GET. Raises NoAnswer."""
         return await self._send("GET", url, None, {})
 
     async def post(
         self, url: str, body: Mapping[str, Any], *, request_id: str = ""
     ) -> Reply:
+        """Send a POST with a JSON body. Raises NoAnswer.
+
+        Args:
+            request_id: the X-Request-Id; empty: the receiver chooses one.
+        """
         headers = {"x-request-id": request_id} if request_id else {}
         return await self._send("POST", url, body, headers)
 
@@ -86,7 +100,11 @@ class Client:
         body: Mapping[str, Any] | None,
         headers: Mapping[str, str],
     ) -> Reply:
-        """Raises NoAnswer."""
+        """Send a request, and read the response.
+
+        Raises:
+            NoAnswer: the process cannot be reached, or does not respond in time.
+        """
         began_at = time.time()
         try:
             async with self._session.request(
@@ -124,6 +142,11 @@ class Client:
 
 
 def _offset(date: str | None, now: float) -> float | None:
+    """Return the offset of the clock that wrote a Date header; None if it is invalid.
+
+    Args:
+        now: the time of this host's clock, in Unix seconds.
+    """
     try:
         stamp = parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError):

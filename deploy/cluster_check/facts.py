@@ -11,7 +11,7 @@ from deploy.cluster_check.client import Client, NoAnswer, Reply
 from protocol.handshake import EngineMetadata
 from protocol.http.access import REDACTED
 
-MAX_SERVERS = 64  # that proxies name
+MAX_SERVERS = 64  # maximum number of checked servers that proxies name
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class Server:
     """A prefill or decode server.
 
     Attributes:
-        name: a short name: the proxy's, or the address.
+        name: the name that a proxy gives the server; otherwise its host and port.
         problem: why the server cannot be checked; empty if it can.
-        report: its answer to GET /ready.
+        report: the body of its response to GET /ready.
         channel_problem: why its side channel cannot be used from here; empty if it can.
-        metadata: the handshake's answer; None without a cluster secret.
+        metadata: the engine's metadata; None without a handshake, which needs the
+            cluster secret.
     """
 
     url: str
@@ -56,12 +57,13 @@ class Server:
         return str(self.report.get("role", ""))
 
     @property
-    def is_lender(self) -> bool:
-        """Whether other servers can read this server's KV."""
+    def takes_prefill_legs(self) -> bool:
+        """Whether this server can compute prompts for other servers."""
         return bool(self.report.get("side_channel_port")) and not self.divides_tokens
 
     @property
     def divides_tokens(self) -> bool:
+        """Whether ranks have different tokens of a sequence (--dcp)."""
         return bool(self.report.get("dcp", 1) != 1)
 
 
@@ -70,7 +72,7 @@ class Facts:
     """All processes that were found.
 
     Attributes:
-        unknown: what is wrong with URLs that name neither a proxy nor a server.
+        unknown: one line for each URL that is neither a proxy's nor a server's.
     """
 
     proxies: tuple[Proxy, ...] = ()
@@ -85,6 +87,7 @@ async def collect(
 
     Args:
         secret: the cluster secret, for handshakes with the servers' side channels.
+        timeout_s: timeout of each handshake.
     """
     answers = await asyncio.gather(*(_ready(client, url) for url in urls))
     proxies: list[Proxy] = []
@@ -120,7 +123,7 @@ async def collect(
 
 
 async def _ready(client: Client, url: str) -> Reply | str:
-    """Return the answer to GET /ready, or why there is none."""
+    """Return the response to GET /ready, or why there is none."""
     try:
         return await client.get(f"{url}/ready")
     except NoAnswer as error:
@@ -128,7 +131,10 @@ async def _ready(client: Client, url: str) -> Reply | str:
 
 
 def _is_server(body: Any) -> bool:
-    """Whether an answer to GET /ready is that of a server; proxies have a `status`."""
+    """Return whether the body of GET /ready is a server's.
+
+    The body of a proxy has `status` instead of `ready`.
+    """
     return isinstance(body, dict) and "ready" in body
 
 

@@ -1,4 +1,7 @@
-"""What is wrong with a cluster: one line each, with the cause and the fix. No I/O."""
+"""Derives the problems of a cluster: one line each, with the cause and the fix.
+
+This module does no I/O.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +21,7 @@ from protocol.settings.machine import is_local
 _MAX_CLOCK_DIFFERENCE_S = 10.0  # a warning well before signatures expire
 _CLOCK_FIX = "Fix: synchronise the hosts' clocks (chronyd, or timedatectl set-ntp true)"
 _SECRET_FIX = "Fix: give all servers and proxies the same BATON_CLUSTER_SECRET"
-# What the parts of a kv_digest stand for, and the options that decide them.
+# For each part of a kv_digest: its subject, and the options that decide it.
 _DIGEST_PARTS = (
     ("the weights or config", "the same --model, --revision and --quantization"),
     ("the KV's shape, RoPE or windows", "the same --hf-overrides and --max-model-len"),
@@ -64,7 +67,11 @@ class Finding:
 def find(
     facts: Facts, pulls: Sequence[Pull], routes: Sequence[Route], *, has_secret: bool
 ) -> list[Finding]:
-    """Return all findings, errors first."""
+    """Return all findings, errors first.
+
+    Args:
+        has_secret: whether the checks had a cluster secret for handshakes.
+    """
     findings = [
         *(Finding("error", f"{text}. Fix: check the URL") for text in facts.unknown),
         *_processes(facts),
@@ -149,7 +156,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
 def _digests(servers: Sequence[Server]) -> Iterator[Finding]:
     """Find decode servers that cannot read the KV of a prefill server of their model.
 
-    With a handshake the differing field is known, otherwise only its group.
+    After handshakes the finding names the field that differs, otherwise its group.
     """
     usable = [server for server in servers if server.report.get("kv_digest")]
     for target in usable:
@@ -177,9 +184,9 @@ def _difference(source: Server, target: Server) -> str:
         target.report["kv_digest"].split("."),
         strict=False,
     )
-    for (what, fix), ours, theirs in parts:
-        if theirs not in (ours, "*"):
-            return f"{pair}: {what} differ. Fix: start both with {fix}"
+    for (subject, fix), source_part, target_part in parts:
+        if target_part not in (source_part, "*"):
+            return f"{pair}: {subject} differ. Fix: start both with {fix}"
     return f"{pair}: their kv_digest differs. Fix: start both with the same options"
 
 
@@ -209,7 +216,7 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
 def _side_channels(
     facts: Facts, pulls: Sequence[Pull], *, has_secret: bool
 ) -> Iterator[Finding]:
-    works = {pull.source for pull in pulls if pull.has_moved}
+    working_sources = {pull.source for pull in pulls if pull.has_moved}
     for server in facts.servers:
         host = str(server.report.get("side_channel_host") or "")
         url_host = urlsplit(server.url).hostname or ""
@@ -224,7 +231,7 @@ def _side_channels(
         problem = f"{_name(server)}: side channel {server.channel_problem}"
         if has_secret and "secret" in server.channel_problem:
             yield Finding("error", f"{problem}. {_SECRET_FIX}, and this check")
-        elif server.name in works:
+        elif server.name in working_sources:
             yield Finding(
                 "warning",
                 f"{problem}, from here; servers reach it. Fix: none is needed",

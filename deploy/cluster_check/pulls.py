@@ -1,8 +1,9 @@
 """Timed pulls of KV between two servers, by real requests that this module routes.
 
-A prefill leg on one server retains the KV of a fresh prompt. A decode leg on the other
-server gets the reference to it. The same prompt is then computed by the other server
-alone, and both answers are compared token for token. Salts keep cached KV out of it.
+1. A prefill leg on one server retains the KV of a fresh prompt.
+2. A decode leg on the other server gets the reference to this KV, and pulls it.
+3. The other server computes the same prompt without the reference. Another cache salt
+   keeps it from using the pulled KV. Both answers must have the same tokens.
 """
 
 import random
@@ -35,10 +36,10 @@ class Pull:
     """One pull from `source` to `target`, or why there was none.
 
     Attributes:
-        problem: why the legs failed; empty if both were answered.
+        problem: why a leg failed; empty if both succeeded.
         kv: prompt tokens by the source of their KV, as the decode leg reports them.
-        seconds: from the first READ to the end of the fence.
-        num_bytes: None if other requests pulled KV at the same time.
+        seconds: time from the first READ to the end of the fence.
+        num_bytes: size of the KV; None if other requests pulled KV at the same time.
         path: direct, staged, mapped or mixed.
         transport: mapped, or UCX's name.
         failure_codes: error codes that the target counted during the decode leg.
@@ -61,6 +62,7 @@ class Pull:
 
     @property
     def has_moved(self) -> bool:
+        """Whether any KV was transferred."""
         return bool(self.kv and self.kv.get("transferred"))
 
 
@@ -79,7 +81,7 @@ def choose_pairs(
     for shift in range(len(usable)):
         for index, target in enumerate(targets):
             source = usable[(index + shift) % len(usable)]
-            is_pair = source is not target and source.is_lender
+            is_pair = source is not target and source.takes_prefill_legs
             if is_pair and _may_pair(source, target):
                 pairs.append((source, target))
     pairs.sort(key=lambda pair: pair[0].role != "prefill")  # stable
@@ -108,7 +110,7 @@ async def pull(client: Client, source: Server, target: Server) -> Pull:
 
 
 async def _pull_once(client: Client, source: Server, target: Server) -> Pull:
-    """Raises NoAnswer."""
+    """Pull the KV of a prompt once. Raises NoAnswer."""
     result = Pull(source=source.name, target=target.name)
     request_id = f"doctor-{secrets.token_hex(8)}"
     body = completion_body(
@@ -167,6 +169,7 @@ async def _pull_once(client: Client, source: Server, target: Server) -> Pull:
 
 
 def _context_of(*servers: Server) -> int | None:
+    """Return the shortest context of the servers in tokens; None if it is unknown."""
     lengths = (server.report.get("max_model_len") for server in servers)
     return min((length for length in lengths if length), default=None)
 
@@ -206,7 +209,10 @@ def _tokens(reply: Reply) -> list[int]:
 async def _kv_series(
     client: Client, server: Server
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Return the metrics about KV; without an admin key, none."""
+    """Return the values of the metrics about KV, by name and labels.
+
+    The result is empty if the server refuses this client its metrics.
+    """
     reply = await client.get(f"{server.url}/metrics")
     if reply.status != 200:
         return {}
@@ -220,6 +226,7 @@ _Changes = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def _labels(changes: _Changes, name: str, label: str) -> Iterator[str]:
+    """Yield the values of a label in all changed series of a metric."""
     for (metric, labels), _ in sorted(changes.items()):
         value = dict(labels).get(label, "")
         if metric == name and value not in ("", "none"):
@@ -227,6 +234,7 @@ def _labels(changes: _Changes, name: str, label: str) -> Iterator[str]:
 
 
 def _failures(changes: _Changes) -> Iterator[str]:
+    """Yield the error codes that the server has counted."""
     yield from _labels(changes, "baton_kv_transfer_failures", "code")
     if any(metric == "baton_kv_params_rejected" for metric, _ in changes):
         yield "kv_params_rejected"
@@ -252,7 +260,10 @@ def _num_bytes(changes: _Changes) -> float | None:
 async def _pull_seconds(
     client: Client, server: Server, request_id: str
 ) -> float | None:
-    """Return how long the request's pull took, from the server's statistics."""
+    """Return how long the request's pull took, according to the server.
+
+    The result is None if the server's statistics do not have the request.
+    """
     reply = await client.get(f"{server.url}/stats?since=0")
     for request in (reply.body or {}).get("served", ()):
         times = request.get("times", {})

@@ -37,7 +37,7 @@ class Report:
     """The results.
 
     Attributes:
-        num_pairs_left: pairs of servers without a pull, because of --max-pairs.
+        num_untested_pairs: number of pairs that --max-pairs has left out.
         is_complete: whether all checks were made within --limit-s.
     """
 
@@ -45,7 +45,7 @@ class Report:
     pulls: list[Pull]
     routes: list[Route]
     findings: list[Finding]
-    num_pairs_left: int
+    num_untested_pairs: int
     is_complete: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Report:
             "pulls": [asdict(each) for each in self.pulls],
             "routes": [asdict(route) for route in self.routes],
             "findings": [asdict(finding) for finding in self.findings],
-            "pairs_left_out": self.num_pairs_left,
+            "pairs_left_out": self.num_untested_pairs,
             "complete": self.is_complete,
         }
 
@@ -85,7 +85,7 @@ async def _check(options: Options) -> Report:
     facts = Facts()
     pulls: list[Pull] = []
     routes: list[Route] = []
-    num_left = 0
+    num_untested = 0
     is_complete = True
     client = Client(
         key=options.key, ca_file=options.ca_file, timeout_s=options.timeout_s
@@ -96,7 +96,7 @@ async def _check(options: Options) -> Report:
                 facts = await collect(
                     client, options.urls, options.secret, options.timeout_s
                 )
-                pairs, num_left = choose_pairs(facts.servers, options.max_pairs)
+                pairs, num_untested = choose_pairs(facts.servers, options.max_pairs)
                 for source, target in pairs:
                     _show_progress(f"pulling KV: {source.name} -> {target.name}")
                     pulls.append(await pull(client, source, target))
@@ -112,11 +112,11 @@ async def _check(options: Options) -> Report:
             f"the checks did not end within {options.limit_s:g} s. Fix: raise --limit-s"
         )
         findings.insert(0, Finding("error", text))
-    return Report(facts, pulls, routes, findings, num_left, is_complete)
+    return Report(facts, pulls, routes, findings, num_untested, is_complete)
 
 
 def _show_progress(text: str) -> None:
-    """Replace the line of progress on a terminal."""
+    """Replace the line of progress on standard error, if that is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -150,9 +150,9 @@ def _print(report: Report) -> None:
                 f"through {route.proxy}, {route.model}: {route.num_transferred} of "
                 f"{route.num_prompt_tokens} prompt tokens transferred{reason}"
             )
-    if report.num_pairs_left:
+    if report.num_untested_pairs:
         console.print(
-            f"{report.num_pairs_left} more pairs of servers were not tested "
+            f"{report.num_untested_pairs} more pairs of servers were not tested "
             "(--max-pairs)"
         )
     for finding in report.findings:

@@ -26,7 +26,7 @@ class SideChannelError(Exception):
 async def check(
     host: str, port: int, secret: bytes | None, timeout_s: float
 ) -> EngineMetadata | None:
-    """Connect to a side channel, and request the engine's metadata.
+    """Connect to a side channel, and request the engine's metadata, within `timeout_s`.
 
     Args:
         secret: the cluster secret. Without it, only the connection is checked, and the

@@ -8,20 +8,22 @@ from deploy.cluster_check.client import Client, NoAnswer
 from deploy.cluster_check.pulls import completion_body, kv_of
 
 MAX_MODELS = 8  # per proxy
-_ROUTES = re.compile(r"^baton_proxy_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
+_REQUEST_SERIES = re.compile(
+    r"^baton_proxy_requests_total\{(.*)\} (\S+)$", re.MULTILINE
+)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one request through a proxy.
+    """How a proxy served one request.
 
     Attributes:
         problem: why the request failed; empty if it was answered.
-        num_transferred: prompt tokens whose KV was transferred.
-        num_prompt_tokens: all prompt tokens.
-        reason: why the decode server computed the prompt itself; empty if the proxy
-            does not say.
+        num_transferred: number of prompt tokens with transferred KV.
+        num_prompt_tokens: number of all prompt tokens.
+        reason: why the decode server computed the prompt itself; empty if the metrics
+            of the proxy do not show it.
     """
 
     proxy: str
@@ -33,7 +35,7 @@ class Route:
 
 
 async def follow(client: Client, proxy: str) -> list[Route]:
-    """Send a request for each model of the proxy."""
+    """Send a request for each model of the proxy, up to MAX_MODELS."""
     try:
         listed = await client.get(f"{proxy}/v1/models")
         models = [str(card["id"]) for card in listed.body["data"]]
@@ -73,7 +75,7 @@ async def _decode_only_reasons(client: Client, proxy: str) -> dict[str, float]:
     """Return how many requests decode servers served alone, by reason."""
     reply = await client.get(f"{proxy}/metrics")
     counts = {}
-    for labels, value in _ROUTES.findall(reply.text):
+    for labels, value in _REQUEST_SERIES.findall(reply.text):
         names = dict(_LABEL.findall(labels))
         if names.get("path") == "decode_only":
             counts[names.get("reason", "")] = float(value)

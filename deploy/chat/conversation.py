@@ -1,4 +1,4 @@
-"""The messages of a conversation: what is sent, kept after an answer, and saved."""
+"""The messages of a conversation: for requests, and for files."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from deploy.chat.endpoint import Answer
 
-# Older turns are left out of requests. Few models have a context for more.
+# Older messages are dropped, because few models have a context for more.
 MAX_MESSAGES = 200
 
 
@@ -17,6 +17,7 @@ class Conversation:
     """The messages of the user and of the model, without the system prompt.
 
     Attributes:
+        system: the system prompt; empty: requests have none.
         options: other members of each request, such as the temperature.
     """
 
@@ -33,7 +34,7 @@ class Conversation:
         return {"model": self.model, "messages": messages, **self.options}
 
     def add(self, text: str, answer: Answer) -> None:
-        """Keep a message and its answer, which may have been stopped."""
+        """Append a message of the user and its answer, which may be incomplete."""
         self.messages += [
             _message("user", text),
             _message("assistant", answer.content),
@@ -41,6 +42,7 @@ class Conversation:
         del self.messages[:-MAX_MESSAGES]
 
     def reset(self) -> None:
+        """Remove all messages. The system prompt stays."""
         self.messages.clear()
 
     def save(self, path: Path) -> None:

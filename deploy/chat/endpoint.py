@@ -38,9 +38,11 @@ class Answer:
 
     Attributes:
         reasoning: the text that precedes `content`; it is not sent back to the model.
-        num_pieces: events with text; an estimate of the tokens without a usage.
-        kv: prompt tokens by the source of their KV. Empty if the endpoint is not
-            Baton's.
+        first_at, last_at: when the first and the last text arrived.
+        num_pieces: number of events with text. It stands for the number of tokens if
+            the endpoint reports no usage.
+        kv: prompt tokens by the source of their KV; empty if the endpoint does not
+            report it.
     """
 
     started_at: float = field(default_factory=time.monotonic)
@@ -104,7 +106,7 @@ class Answer:
 
 
 def _named_sources(kv: Mapping[str, int]) -> dict[str, int]:
-    """Return prompt tokens by words that need no explanation."""
+    """Return prompt tokens by the names that the user sees."""
     return {
         "transferred": kv.get("transferred", 0),
         "computed by the answering server": kv.get("recomputed", 0),
@@ -229,7 +231,7 @@ class Endpoint:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a connection failed, without asyncio's words around it."""
+    """Return why a connection failed, without the words that asyncio adds."""
     if error.errno and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)
@@ -290,15 +292,24 @@ async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
     raise ChatError("the answer ended too early; send the message again")
 
 
-def choose_model(url: str, given: str | None, names: Sequence[str]) -> str:
-    """Return the model to chat with. Raises ChatError if there is no such model."""
-    if given is None and names:
+def choose_model(url: str, requested: str | None, names: Sequence[str]) -> str:
+    """Return the model to chat with.
+
+    Args:
+        url: the endpoint, for messages.
+        requested: the name that the user has given; None: the first model.
+        names: the models of the endpoint.
+
+    Raises:
+        ChatError: the endpoint does not serve this model, or no model at all.
+    """
+    if requested is None and names:
         return names[0]
-    if given in names:
-        return str(given)
+    if requested in names:
+        return str(requested)
     if not names:
         raise ChatError(f"{url} serves no model yet; see GET /ready there")
     raise ChatError(
-        f"{url} does not serve the model {short_repr(given, 200)}; choose "
+        f"{url} does not serve the model {short_repr(requested, 200)}; choose "
         f"{' or '.join(names[:16])}"
     )

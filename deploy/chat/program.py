@@ -71,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chat(settings: ChatSettings, endpoint: Endpoint) -> int:
+    """Chat in a terminal, or answer the question on standard input. Raises ChatError.
+
+    Returns the exit status.
+    """
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
     question = "" if is_interactive else _read_question()
     names = asyncio.run(endpoint.models())

@@ -1,8 +1,8 @@
 """Shows a growing Markdown text in the terminal.
 
-Blocks that are complete, such as paragraphs and lists, are printed once. Only the last
-block is drawn again while it grows, and of a block that is taller than the terminal,
-only the end. So nothing flickers or is printed twice, however long the answer is.
+Complete blocks, such as paragraphs and lists, are printed once. Only the last block is
+drawn again while it grows. If it is taller than the terminal, only its end is drawn.
+Nothing flickers or is printed twice, however long the answer is.
 """
 
 import time
@@ -47,7 +47,7 @@ class _Tail:
 
 
 class AnswerView:
-    """Shows one answer while it arrives. A context manager."""
+    """Shows one answer while it arrives. Use it as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

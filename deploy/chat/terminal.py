@@ -15,7 +15,7 @@ from deploy.chat.rendering import AnswerView
 from protocol.near_names import suggestion
 from protocol.settings.machine import cache_dir
 
-_MAX_HISTORY = 1000  # messages that the history file keeps, checked at the start
+_MAX_HISTORY = 1000  # messages in the history file; a start removes older ones
 HELP = """/reset            begin a new conversation; the system prompt stays
 /system [TEXT]    set the system prompt, or remove it
 /model [NAME]     show the models, or choose one

@@ -213,6 +213,7 @@ def proxy_command(
 
 
 def _revealed(keys: Iterable[SecretStr]) -> list[str]:
+    """Returns the keys as plain texts, for the environment of a process."""
     return [key.get_secret_value() for key in keys]
 
 

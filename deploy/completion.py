@@ -12,7 +12,7 @@ import shtab
 from protocol.settings.command_line import Parser, make_parser
 
 SHELLS = ("bash", "zsh", "fish")
-# Options whose value is a path, by the last part of their name.
+# Options with a path as value: the last parts of their names.
 _FILES = frozenset(
     "config model chat_template api_keys_file servers_file kv_scales tls_cert tls_key "
     "tls_ca".split()

@@ -46,14 +46,17 @@ KILLED_BY_USER = 130  # exit status: 128 + SIGINT
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs `baton up`. Returns the exit status."""
     return up(parse(UpSettings, argv, prog="baton up"), name="up")
 
 
 def serve(argv: Sequence[str]) -> int:
+    """Runs `baton serve`. Returns the exit status."""
     return up(parse(ServeSettings, argv, prog="baton serve"), name="serve")
 
 
 def warm(argv: Sequence[str]) -> int:
+    """Runs `baton warm`. Returns the exit status."""
     return up(parse(UpSettings, argv, prog="baton warm"), name="warm", only_warm=True)
 
 

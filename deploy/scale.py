@@ -1,6 +1,6 @@
 """`baton scale`: changes the number of servers of a running `baton up`.
 
-The proxy passes the request on to its launcher, and repeats the launcher's report.
+The proxy forwards the request to its launcher, and returns the launcher's reports.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ POLL_INTERVAL_S = 0.5
 
 
 def _check_target(words: tuple[str, ...]) -> tuple[str, ...]:
-    if not words:  # `main` refuses this; the other options may be read without it
+    """Raises ValueError if `words` are not a role and a number of servers."""
+    if not words:  # `main` refuses this, because --help needs no target
         return words
     role, count = (*words, "", "")[:2]
     is_count = count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_COUNT
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Requests servers, and waits until they run.
 
     Returns:
-        The exit status: 1 if the servers do not run.
+        The exit status: 0 if exactly the requested servers run, 1 if not, 2 without a
+        request, 130 after Ctrl-C.
     """
     settings = parse(ScaleSettings, argv, prog="baton scale")
     if not settings.target:

@@ -1,9 +1,9 @@
-"""The servers and the proxy of `baton up`, and what the proxy knows about them.
+"""The servers and the proxy of `baton up`, and the members of the proxy.
 
 The proxy starts with the URLs of all servers. When a server has moved to another URL,
-or servers are added or removed, the launcher changes the proxy's members by its admin
-API: `_update_proxy` compares the members with the parts, so it can be repeated after
-any failure.
+or when servers are added or removed, the launcher changes the proxy's members by its
+admin API. `_update_proxy` compares the members with the parts, so it can be repeated
+after any failure.
 """
 
 import secrets
@@ -31,12 +31,12 @@ from deploy.commands import (
 from deploy.healthcheck import url_host
 from protocol.settings.settings import LocalSettings
 
-# Interval at which a change that the proxy has not accepted yet is repeated, and at
-# which the requests of a draining server are counted.
+# Shortest interval between two updates of the proxy. A failed update is repeated, and
+# the requests of a draining server are counted, at this interval.
 UPDATE_INTERVAL_S = 0.5
 DRAINED = "drained"  # state of a member without requests that receives no new ones
 MAX_SERVERS = 2 * 64  # of one kind, including those that are draining
-MAX_LAST_WORDS_CHARS = 500  # how much of a part's last words a report has
+MAX_LAST_WORDS_CHARS = 500  # of each part in a report
 
 
 class Cluster:
@@ -50,7 +50,7 @@ class Cluster:
         self.settings = settings
         self._place = place
         needs_key = settings.has_keys or place.is_shared
-        # The API key with which the proxy calls the servers.
+        # The API key with which the proxy calls the servers; None: they have no keys.
         self.key = secrets.token_hex(32) if needs_key else None
         self._secret = secrets.token_hex(32)
         self.supervisor = Supervisor(
@@ -68,13 +68,13 @@ class Cluster:
         self._admin: ProxyAdmin | None = None
         # When each draining server is stopped even if it still has requests.
         self._drain_deadlines: dict[Part, float] = {}
-        # URLs of servers that have moved or ended.
+        self._urls: dict[Part, str] = {}  # of the servers that have been ready
+        # URLs of servers that have moved or ended. They are no members any more.
         self._former_urls: set[str] = set()
-        self._urls: dict[Part, str] = {}
         self._is_proxy_outdated = True
         self._next_update_at = 0.0
         self._sent_report: dict[str, Any] = {}
-        # The last request of `baton scale`, and why it cannot be met.
+        # The id of the last request of `baton scale`, and why it cannot be met.
         self._request_id = ""
         self._problem = ""
 
@@ -176,7 +176,8 @@ class Cluster:
         else:
             print_line(f"{part.name} has ended")
         self._drain_deadlines.pop(part, None)
-        self._former_urls.add(self._urls.pop(part, ""))
+        if part in self._urls:
+            self._former_urls.add(self._urls.pop(part))
         self._is_proxy_outdated = True
 
     def _on_request(self, request: Mapping[str, Any]) -> None:
@@ -266,7 +267,7 @@ class Cluster:
                 admin.drain(part.url)
 
     def _report(self) -> dict[str, Any]:
-        """Returns the report that `baton scale` reads."""
+        """Returns the report that GET /admin/cluster at the proxy returns."""
         parts = [
             {
                 "name": part.name,

@@ -13,8 +13,9 @@ from protocol.process import lifecycle
 from protocol.settings.machine import available_cores
 
 # Called with the kind and the value of each Event of a process; see lifecycle.Event.
-# The value of "exited" does not matter. A place may add "queued" (no machine has room
-# for the server now) and "placed" (it starts on a machine); the values are texts.
+# The value of "exited" does not matter. A place may add two kinds with a text as value:
+# "queued" (no machine has free resources for the server) and "placed" (the server
+# starts on a machine).
 OnEvent = Callable[[str, Any], None]
 
 
@@ -54,8 +55,10 @@ class Place(Protocol):
         """Raises PlaceError if these servers can never run here together."""
 
     def spawn(self, command: Command, on_event: OnEvent) -> PartProcess:
-        """Starts a server. The value of its event "ready" has its "port", and its "url"
-        unless that is on the loopback address.
+        """Starts a server.
+
+        The value of its event "ready" has its "port". It also has its "url", unless the
+        server listens on the loopback address.
         """
 
     def close(self) -> None:

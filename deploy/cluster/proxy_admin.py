@@ -1,4 +1,8 @@
-"""Calls the admin API of a proxy: its members, and the report of its launcher."""
+"""Calls the admin API of a proxy.
+
+The API changes the members of the proxy, and passes requests and reports between
+`baton scale` and the launcher of the proxy.
+"""
 
 import json
 from collections.abc import Mapping
@@ -20,8 +24,10 @@ class ProxyRefused(Exception):
 
 @dataclass(frozen=True)
 class ProxyAdmin:
-    """The admin API of one proxy. Every method raises OSError if the proxy does not
-    respond, and ProxyRefused if it responds with an error.
+    """The admin API of one proxy.
+
+    Every method raises OSError if the proxy does not respond within TIMEOUT_S, and
+    ProxyRefused if it responds with an error.
 
     Args:
         endpoint: URL of the proxy.
@@ -38,12 +44,15 @@ class ProxyAdmin:
         return list(self._call(MEMBERS_PATH)["members"])
 
     def add(self, role: str, url: str) -> None:
+        """Makes a server a member."""
         self._call(MEMBERS_PATH, {"role": role, "url": url})
 
     def remove(self, url: str) -> None:
+        """Removes a member when its last request has ended."""
         self._call(f"{MEMBERS_PATH}/remove", {"server": url})
 
     def drain(self, url: str) -> None:
+        """Sends no more requests to a server, which stays a member."""
         self._call(f"{MEMBERS_PATH}/drain", {"server": url})
 
     def report(self, report: Mapping[str, Any]) -> None:
@@ -55,8 +64,11 @@ class ProxyAdmin:
         return self._call(CLUSTER_PATH)
 
     def scale(self, role: str, count: int) -> str:
-        """Requests `count` servers of a role. Returns the id of the request, which the
-        launcher's report repeats once the launcher has handled the request.
+        """Requests `count` servers of a role from the launcher.
+
+        Returns:
+            The id of the request. The launcher's report has this id once the launcher
+            has received the request.
         """
         return str(self._call(SCALE_PATH, {"role": role, "count": count})["id"])
 

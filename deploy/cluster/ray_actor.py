@@ -1,7 +1,7 @@
 """The Ray actor that owns one server as a child process.
 
-The server ends when its actor ends, for any reason (`protocol/process/lifecycle.py`).
-The driver reads the actor's events: the lines of the server and its lifecycle events.
+The server ends if its actor ends for any reason (`protocol/process/lifecycle.py`). The
+driver reads the actor's events: the lines of the server, and its lifecycle events.
 """
 
 import contextlib

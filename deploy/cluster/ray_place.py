@@ -1,8 +1,8 @@
 """The nodes of a Ray cluster, on which servers run as children of actors.
 
-The driver, which is this process, reads the events of each actor in a thread. Ray does
-not restart actors here: the supervisor does, so a server whose node has died starts on
-another node, and a server that flaps ends the cluster.
+This process is the driver. It reads the events of each actor in a thread. The
+supervisor restarts servers, not Ray: a server starts on another node if its node has
+died, and a server that flaps ends the cluster.
 
 Each server has a placement group of its own with a single bundle, so all its ranks are
 on one node, and each can be restarted while the others run. A decode server prefers the
@@ -45,8 +45,9 @@ ACTOR_THREADS = 4
 EVENTS_TIMEOUT_S = 5.0  # how long an actor waits for an event before it answers
 # How much longer the driver waits for that answer.
 ANSWER_TIMEOUT_S = 30.0
-CHECK_INTERVAL_S = 0.5  # between two looks at whether a server must end
-# How long a decode server waits for the prefill server whose node it prefers.
+# How often a thread that waits for Ray checks whether its server must end.
+CHECK_INTERVAL_S = 0.5
+# How long a decode server waits until its prefill server is placed.
 PEER_TIMEOUT_S = 5.0
 # Ray's variable for the Python versions that must be equal: "minor" or "patch".
 _MATCH_VARIABLE = "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"
@@ -95,8 +96,10 @@ class RayPlace:
                 )
 
     def resources(self, command: Command) -> dict[str, float]:
-        """Returns what Ray reserves for a server: a GPU and a core for each rank, or
-        on CPU the cores of all threads.
+        """Returns the resources that Ray reserves for a server.
+
+        On GPUs these are a GPU and a core for each rank, on CPUs a core for each
+        thread of each rank.
         """
         group = self._settings.server_groups()[command.kind]
         device = group.device or self._settings.device
@@ -113,15 +116,16 @@ class RayPlace:
         ray.shutdown()
 
     def note_node(self, name: str, node_id: str) -> None:
-        """Stores on which node a server runs."""
+        """Stores the node on which a server runs."""
         with self._placed:
             self._node_ids[name] = node_id
             self._placed.notify_all()
 
     def preferred_node(self, name: str) -> str | None:
-        """Returns the node that a server prefers, if any.
+        """Returns the id of the node that a server prefers; None: it prefers none.
 
-        The first call for a decode server waits until its prefill server is placed.
+        A decode server prefers the node of its prefill server, if that node is alive.
+        The call waits for at most PEER_TIMEOUT_S until that server is placed.
         """
         kind, _, index = name.rpartition("-")
         group = self._settings.server_groups().get("prefill")
@@ -150,8 +154,8 @@ class RayServer:
     A thread creates the actor and reads its events until the server has ended.
 
     Attributes:
-        exited: Set when the server and its actor have ended.
-        output_ended: The same; the server's ranks have ended by then, too.
+        exited: Set when the server, its ranks and its actor have ended.
+        output_ended: Set together with `exited`.
     """
 
     def __init__(self, place: RayPlace, command: Command, on_event: OnEvent) -> None:
@@ -171,6 +175,7 @@ class RayServer:
         threading.Thread(target=self._run, name=self.name, daemon=True).start()
 
     def signal(self, number: int) -> None:
+        """Sends a signal to the server. A server that has not started is ended."""
         if self._actor is None:
             self._must_end.set()
         else:
@@ -241,8 +246,10 @@ class RayServer:
             raise _EndRequested
 
     def _wait_for(self, reference: Any) -> Any:
-        """Returns the value of an object. Raises _EndRequested if the server must end,
-        as the supervisor decides.
+        """Returns the value of a Ray object.
+
+        Raises:
+            _EndRequested: `signal` or `kill` was called during the wait.
         """
         while not self._must_end.is_set():
             try:
@@ -252,7 +259,11 @@ class RayServer:
         raise _EndRequested
 
     def _read_events(self) -> None:
-        """Passes the server's events on until it has ended."""
+        """Prints the server's lines, and calls `on_event`, until the server has ended.
+
+        Raises:
+            RayError: The actor has died or does not answer.
+        """
         while True:
             reference = self._actor.next_events.remote(EVENTS_TIMEOUT_S)
             events: list[ServerEvent] = ray.get(
@@ -305,7 +316,7 @@ class _EndRequested(Exception):
 
 
 def _refuse_devices(settings: LocalSettings) -> None:
-    """Raises PlaceError if the settings choose GPUs, which Ray does."""
+    """Raises PlaceError if the settings choose GPUs, because Ray chooses them."""
     groups = settings.server_groups()
     for kind in SERVERS:
         if kind in groups and groups[kind].devices:
@@ -321,7 +332,8 @@ def _connect(address: str | None) -> None:
     """Connects this process to a running Ray cluster.
 
     Raises:
-        PlaceError: There is none, or it runs another version of Ray or Python.
+        PlaceError: There is no such cluster, or it runs another version of Ray or
+            Python.
     """
     # Nodes with another patch release of Python can read what this process pickles.
     os.environ.setdefault(_MATCH_VARIABLE, "minor")

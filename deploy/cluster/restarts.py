@@ -39,8 +39,8 @@ class RestartBudget:
     def take(self) -> float | None:
         """Counts a restart, and returns the seconds to wait before it.
 
-        The wait doubles with each restart within the window. The result is None if the
-        window already has `max_restarts` restarts.
+        The wait doubles with each restart within the window. The result is None if
+        there were `max_restarts` restarts within the window.
         """
         num_restarts = self.num_restarts
         if num_restarts >= self.max_restarts:

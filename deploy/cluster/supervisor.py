@@ -7,9 +7,9 @@ The life of a part, which is one program across its restarts:
         |                 `--retire--> ENDING --ends--> removed
         `--ends before it was ever ready--> the cluster ends
 
-A part that was never ready has a mistake in its options or its machine, which a restart
-would only repeat. A part that is added to a running cluster does not end the cluster:
-it is removed, and its requester is notified.
+A part that was never ready has a mistake in its options or its machine. A restart would
+only repeat the mistake. A part that is added to a running cluster never ends the
+cluster: it is removed, and `on_removed` is called with the reason.
 """
 
 import queue
@@ -28,10 +28,11 @@ from protocol.process import lifecycle
 # A wait prints what it waits for after FIRST_NOTE_S, then every NOTE_INTERVAL_S.
 FIRST_NOTE_S = 1.0
 NOTE_INTERVAL_S = 5.0
-# How long a restart waits for the last processes of the previous run. The ranks of an
-# engine end by themselves after their server has died; until then they hold memory.
+# How long a restart waits for the last processes of the previous run. After a server
+# has died, the ranks of its engine end by themselves. Until then they hold memory.
 MAX_OUTPUT_WAIT_S = 15.0
-# Shortest wait for events while something is due that is not possible yet.
+# Shortest wait for events. It keeps the loop from spinning while a deadline has passed
+# that cannot be handled yet, such as that of a restart.
 MIN_WAIT_S = 0.05
 # How long a part that has reported a failure may take to exit.
 FAILURE_EXIT_S = 10.0
@@ -63,6 +64,7 @@ class Part:
     """A program of the cluster, across its restarts.
 
     Attributes:
+        name: Such as "decode-1".
         create_command: Returns the command of the next run.
         place: Where the part runs.
         budget: The restarts of this part.
@@ -266,8 +268,11 @@ class Supervisor:
             )
 
     def take_event(self, timeout_s: float) -> None:
-        """Waits for at most `timeout_s` for an event and processes it; then does what
-        is due by now.
+        """Waits for an event and handles it; then handles all deadlines that have
+        passed.
+
+        Args:
+            timeout_s: Longest wait for an event.
 
         Raises:
             ClusterFailed: A part cannot continue.
@@ -312,10 +317,10 @@ class Supervisor:
                 self._on_exit(part)
 
     def _on_placement(self, part: Part, progress: str, *, is_placed: bool) -> None:
-        """Handles that a part waits for a machine with room, or starts on one.
+        """Handles the placement of a part: it waits for free resources, or it starts.
 
-        A restarted part may wait for as long as the cluster serves without it: the wait
-        for a new machine is not a failed restart.
+        A restarted part may wait for resources without a time limit, because the rest
+        of the cluster serves without it.
         """
         part.progress = progress
         if part.was_ready:
@@ -335,7 +340,11 @@ class Supervisor:
         self.on_ready(part)
 
     def _on_failure(self, part: Part, reason: str) -> None:
-        """Handles the report of a part that it cannot continue, and will exit."""
+        """Handles that a part reports a failure. The part then exits.
+
+        Raises:
+            ClusterFailed: The part is not restarted, and the cluster needs it.
+        """
         is_restarted = part.was_ready and part.budget.max_restarts > 0
         if not (is_restarted or part.is_added or part.state is State.ENDING):
             raise ClusterFailed(f"{part.name}: {reason}")
@@ -376,11 +385,17 @@ class Supervisor:
         )
 
     def _remove(self, part: Part, reason: str) -> None:
+        """Removes a part whose process has ended.
+
+        Args:
+            reason: Why the part could not start; empty if it has ended as requested.
+        """
         self.parts.remove(part)
         part.deadline = _FOREVER
         self.on_removed(part, reason)
 
     def _on_deadline(self, part: Part) -> None:
+        """Restarts a part after its back-off, or kills a part that is too slow."""
         process = part.process
         assert process is not None
         if part.state is not State.BACKING_OFF:

@@ -74,6 +74,7 @@ class Cluster:
         self._is_proxy_outdated = True
         self._next_update_at = 0.0
         self._sent_report: dict[str, Any] = {}
+        self._update_error = ""  # why the last update of the proxy has failed
         # The id of the last request of `baton scale`, and why it cannot be met.
         self._request_id = ""
         self._problem = ""
@@ -242,9 +243,12 @@ class Cluster:
             self._sent_report = report
         except (OSError, ProxyRefused) as error:
             self._is_proxy_outdated = True
-            print_line(f"the proxy's members are not up to date yet: {error}")
+            if str(error) != self._update_error:
+                print_line(f"the proxy's members are not up to date yet: {error}")
+            self._update_error = str(error)
             return
         self._is_proxy_outdated = False
+        self._update_error = ""
 
     def _update_members(self, admin: ProxyAdmin) -> None:
         members: dict[str, list[dict[str, Any]]] = {}

@@ -16,6 +16,7 @@ MODE is one of:
 - first: fails unless it is the first server of its kind, which the launcher started
   with the cluster.
 - chatty: prints 4 MB before it serves, and a line when it exits.
+- refusing: serves, but refuses every new member.
 
 A fake proxy has the members of its command line, and the part of the admin API that
 `baton up` uses. A drained member has no requests.
@@ -44,11 +45,17 @@ members = {
     if word.startswith(f"--{role}=http")
 }
 report: dict[str, object] = {}
+num_refusals = 0
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
+        global num_refusals
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if mode == "refusing" and self.path == "/admin/members":
+            num_refusals += 1
+            self._answer({"error": {"message": "the name is taken"}}, 400)
+            return
         match self.path.removeprefix("/admin/"):
             case "members":
                 members[body["url"]] = {"role": body["role"], "state": "ready"}
@@ -70,6 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models" and mode == "slow":
             time.sleep(3)
         answer = {"data": [{"id": "fake"}], "argv": sys.argv[3:], "pid": os.getpid()}
+        answer["refusals"] = num_refusals
         answer["environ"] = sorted(
             name for name in os.environ if name.startswith("BATON_")
         )

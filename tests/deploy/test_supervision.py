@@ -281,6 +281,17 @@ def test_scaling_adds_servers_to_the_proxy_and_drains_before_it_ends_them():
         )
 
 
+def test_repeated_refusal_of_the_proxy_is_printed_once():
+    with launched("serve,serve,refusing") as launcher:
+        endpoint = launcher.endpoint()
+        scale(endpoint, "decode", 2)
+        wait_until(lambda: get(endpoint)["refusals"] >= 3, 60)
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 0
+        line = "baton | the proxy's members are not up to date yet: the name is taken"
+        assert launcher.lines.count(line) == 1
+
+
 def test_report_shows_that_a_part_waits_for_its_restart():
     with launched("serve,fragile,serve") as launcher:
         endpoint = launcher.endpoint()

@@ -1,6 +1,7 @@
 """What servers and proxies report about themselves, and how they are reached."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,8 @@ class Server:
     """A prefill or decode server.
 
     Attributes:
-        name: the name that a proxy gives the server; otherwise its host and port.
+        name: the name that a proxy gives the server, if only this server has it;
+            otherwise the server's host and port.
         problem: why the server cannot be checked; empty if it can.
         report: the body of its response to GET /ready.
         channel_problem: why its side channel cannot be used from here; empty if it can.
@@ -110,6 +112,11 @@ async def collect(
     for member in (each for proxy in proxies for each in proxy.members):
         if len(names) < MAX_SERVERS:
             names[str(member["url"])] = str(member["server"])
+    # Two proxies may give two servers the same name.
+    counts = Counter(names.values())
+    for url, name in names.items():
+        if counts[name] > 1:
+            names[url] = urlsplit(url).netloc
     new_urls = [url for url in names if url not in reports]
     new_answers = await asyncio.gather(*(_ready(client, url) for url in new_urls))
     reports |= dict(zip(new_urls, new_answers, strict=True))

@@ -217,6 +217,20 @@ async def test_servers_of_a_proxy_are_checked_unless_it_needs_a_key():
         assert "its servers are not listed" in facts.proxies[0].problems[0]
 
 
+async def test_servers_with_one_name_at_two_proxies_are_distinguished():
+    def fake() -> Fake:
+        return Fake(
+            decodes, pages={"/ready": answers(200, {**REPORT, "role": "decode"})}
+        )
+
+    async with Rig([], [fake()]) as first, Rig([], [fake()]) as second:
+        facts = await facts_of(first.url, second.url)
+        addresses = {
+            rig.decode[0].url.removeprefix("http://") for rig in (first, second)
+        }
+        assert {server.name for server in facts.servers} == addresses
+
+
 @pytest.mark.slow
 def test_real_cluster_is_checked_by_real_pulls(capsys, monkeypatch):
     model = ensure_model("gqa")

@@ -23,6 +23,8 @@ from benchmarks.bench.workload import (
 CLOSED_LOOP_CONCURRENCY = 8
 OPEN_LOOP_CONCURRENCY = 16_384
 SYNTHETIC_REQUESTS = 64
+INPUT_TOKENS = 256
+OUTPUT_TOKENS = 64
 DEFAULT_SLO = "ttft=1,itl=0.1"
 
 
@@ -111,16 +113,20 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--api-key", help="sent as bearer token")
     group.add_argument(
-        "--input-len", type=positive, default=256, help="prompt length (tokens)"
+        "--input-len",
+        type=positive,
+        help=f"prompt length without a trace (tokens, default: {INPUT_TOKENS})",
     )
     group.add_argument(
         "--shared-len",
         type=int,
-        default=0,
-        help="length of the prefix that all prompts share (tokens)",
+        help="length of the prefix that all prompts share, without a trace (tokens, "
+        "default: 0)",
     )
     group.add_argument(
-        "--output-len", type=positive, default=64, help="output length (tokens)"
+        "--output-len",
+        type=positive,
+        help=f"output length without a trace (tokens, default: {OUTPUT_TOKENS})",
     )
     group.add_argument(
         "--prompt",
@@ -258,24 +264,38 @@ def make_workload(args: argparse.Namespace) -> Workload:
                 "--load and --length-scale need --trace; without a trace use --rate, "
                 "--input-len and --output-len"
             )
-        if not 0 <= args.shared_len <= args.input_len:
+        input_tokens = args.input_len or INPUT_TOKENS
+        shared_tokens = args.shared_len or 0
+        if not 0 <= shared_tokens <= input_tokens:
             raise BenchError(
-                f"--shared-len {args.shared_len} must be from 0 to --input-len"
+                f"--shared-len {shared_tokens} must be from 0 to --input-len"
             )
         workload = synthetic(
             num_requests=args.max_requests or SYNTHETIC_REQUESTS,
             rate=args.rate,
-            input_tokens=args.input_len,
-            shared_tokens=args.shared_len,
-            output_tokens=args.output_len,
+            input_tokens=input_tokens,
+            shared_tokens=shared_tokens,
+            output_tokens=args.output_len or OUTPUT_TOKENS,
             seed=args.seed,
         )
     else:
+        _refuse_lengths(args)
         workload = read_trace(args.trace, args.max_requests)
         workload = scaled(workload, args.load, args.length_scale)
         if args.rate is not None:
             workload = with_poisson_arrivals(workload, args.rate, args.seed)
     return limited(workload, args.max_requests, args.duration)
+
+
+def _refuse_lengths(args: argparse.Namespace) -> None:
+    """Raise BenchError if options give lengths, which a trace has itself."""
+    for name in ("input_len", "shared_len", "output_len"):
+        if getattr(args, name, None) is not None:  # `advise` has no such options
+            option = f"--{name.replace('_', '-')}"
+            raise BenchError(
+                f"{option} has no effect with --trace, which has the length of each "
+                "request; use --length-scale"
+            )
 
 
 def make_slo(args: argparse.Namespace) -> Slo:

@@ -40,6 +40,7 @@ from benchmarks.bench import cli
         (["--slo", "ttft=1,ttft=2"], "ttft is given twice"),
         (["--load", "2"], "--load and --length-scale need --trace"),
         (["--trace", "/no/such/trace"], "cannot be read"),
+        (["--trace", "t", "--output-len", "5"], "--output-len has no effect with"),
         (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer"),
         (
             ["--url", "http://a", "--url", "http://b", "--metrics", "http://c"],

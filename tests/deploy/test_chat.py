@@ -41,6 +41,10 @@ def delta(text: str) -> bytes:
 LAST = [event(choices=[], usage=USAGE, baton_kv=KV), b"data: [DONE]\n\n"]
 
 
+def roles(messages: list[dict[str, str]]) -> list[str]:
+    return [message["role"] for message in messages]
+
+
 class Chats:
     """A behaviour that streams an answer in Markdown and records the requests."""
 
@@ -51,6 +55,11 @@ class Chats:
     async def __call__(self, call: Call) -> None:
         self.bodies.append(call.body)
         await streams(*map(delta, self.texts), *LAST)(call)
+
+
+def contents(chats: Chats) -> list[str]:
+    """Return the texts of the messages in the last request."""
+    return [message["content"] for message in chats.bodies[-1]["messages"]]
 
 
 def rig_of(behave: Behave, **settings: Any) -> Rig:
@@ -246,9 +255,8 @@ async def test_conversation_in_a_terminal(tmp_path):
         await terminal.type("/save talk.json\r")
         await terminal.read_until("saved in talk.json")
         saved = json.loads((tmp_path / "talk.json").read_text())
-        assert [each["role"] for each in saved["messages"]] == [
-            *("system", "user", "assistant", "user", "assistant")
-        ]
+        turn = ["user", "assistant"]
+        assert roles(saved["messages"]) == ["system", *turn, *turn]
         assert saved["messages"][:4] == chats.bodies[1]["messages"]
         assert saved["messages"][1]["content"] == "Hello\nthere"
         await terminal.type("/rest\r")
@@ -259,9 +267,7 @@ async def test_conversation_in_a_terminal(tmp_path):
         await terminal.read_until('does not serve the model "other"; choose m')
         await terminal.type("Again\r")
         await terminal.read_until("cached)")
-        assert [each["role"] for each in chats.bodies[2]["messages"]] == [
-            *("system", "user")
-        ]
+        assert roles(chats.bodies[2]["messages"]) == ["system", "user"]
         await terminal.type("/quit\r")
     assert "Again" in (tmp_path / "chat-history").read_text()
 
@@ -277,17 +283,14 @@ async def test_ctrl_c_stops_the_answer_and_keeps_the_session(tmp_path):
         chats = rig.decode[0].behave = Chats("Yes.")
         await terminal.type("Are you there?\r")
         await terminal.read_until("Yes.")
-        assert [each["content"] for each in chats.bodies[0]["messages"]] == [
-            *("Hello", "The beginning", "Are you there?")
-        ]
+        assert contents(chats) == ["Hello", "The beginning", "Are you there?"]
         rig.decode[0].behave = answers(400, {"error": {"message": "too long"}})
         await terminal.type("Refused\r")
         await terminal.read_until("error: too long")
         rig.decode[0].behave = chats
         await terminal.type("After it\r")
         await terminal.read_until("Yes.")
-        sent = [each["content"] for each in chats.bodies[1]["messages"]]
-        assert "Refused" not in sent
+        assert "Refused" not in contents(chats)
         await terminal.type("\x04")  # Ctrl-D
 
 

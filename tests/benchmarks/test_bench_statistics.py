@@ -73,7 +73,7 @@ def verdict(a: list[Any], b: list[Any], metric: str = "ttft") -> Verdict:
     return compare(side("A", a), side("B", b), metric, SLO)
 
 
-def test_pairing_sees_a_small_difference_under_large_variation():
+def test_pairing_detects_a_small_difference_under_large_variation():
     """Requests take from 0.1 to 10 s, and those of A always 5 % longer."""
     rng = random.Random(1)
     b = [10 ** rng.uniform(-1, 1) for _ in range(100)]

@@ -17,7 +17,7 @@ FAST = Link("mapped", "cuda:0", "cuda:1", 360e9)
 SLOW = Link("nixl", "cuda:0", "cuda:1", 6e9)
 
 
-def test_a_machine_with_all_it_needs_gets_no_advice():
+def test_complete_machine_gets_no_advice():
     assert advice(GPU_HOST, [FAST]) == []
     with_rdma = replace(GPU_HOST, rdma_devices=("mlx5_0",), rdma_usable=True)
     assert advice(with_rdma, [FAST]) == []

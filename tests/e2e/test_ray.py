@@ -112,7 +112,7 @@ def test_streams_outlive_a_node_whose_servers_restart_on_another(tiny_model, ray
         streams = [Stream(url, prompt, NUM_TOKENS) for prompt in prompts]
         for stream in streams:
             stream.wait_for_events(5)
-        # No node has room for all three servers, so a decode server is left.
+        # No node has CPUs for all three servers, so one decode server continues.
         (lost,) = [node for node in ray.nodes if node.has("prefill_server")]
         lost.kill()
         program.read_until("baton | prefill-0 ended: ")
@@ -121,7 +121,7 @@ def test_streams_outlive_a_node_whose_servers_restart_on_another(tiny_model, ray
         )
         for stream, answer in zip(streams, answers, strict=True):
             stream.assert_tokens(answer.token_ids)
-        # The node that is left has no room for all servers: one waits for a new node.
+        # The other node has CPUs for two servers. The third waits for a new node.
         new_node = ray.add_node(2)
 
         def is_complete() -> bool:
@@ -147,7 +147,7 @@ def servers_of(url: str) -> list[bool]:
 
 
 def _check_scaling(url: str) -> None:
-    """Scale to one decode server while both have a stream, which must not notice."""
+    """Scale to one decode server while both have a stream. The streams continue."""
     prompts = [fresh_prompt(60) for _ in range(NUM_STREAMS)]
     answers = complete_all(url, prompts, NUM_TOKENS)
     streams = [Stream(url, prompt, NUM_TOKENS) for prompt in prompts]

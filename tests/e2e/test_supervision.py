@@ -1,4 +1,4 @@
-"""Streams live on while the servers of `baton up` are killed and restarted.
+"""Streams continue while the servers of `baton up` are killed and restarted.
 
 tests/deploy/test_supervision.py has the rules of restarts.
 """

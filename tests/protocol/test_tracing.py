@@ -122,7 +122,7 @@ def test_missing_packages_are_named_for_the_option_only(monkeypatch, caplog):
     assert "baton-pd[otel]" in caplog.text
 
 
-def test_protocol_that_is_not_spoken_is_named(monkeypatch):
+def test_unsupported_protocol_is_named(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     options = TelemetryOptions(otlp_traces_endpoint="http://a:4317")
     with pytest.raises(ValueError, match="4318"):

@@ -50,12 +50,12 @@ class Pod:
     """One pod, from its creation to the end of its containers.
 
     Args:
-        variables: what the pod's controller sets in front of its own variables.
+        variables: variables that the pod's controller adds before the manifest's.
 
     Attributes:
         is_ready: whether all readiness probes succeed.
         is_terminating: whether the pod was deleted.
-        problems: what a kubelet would have restarted a container for.
+        problems: events for which a kubelet would have restarted a container.
         exit_codes: the exit status of each container that has ended.
         was_killed: whether a container had to be killed after the grace period.
     """

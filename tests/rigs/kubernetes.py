@@ -1,8 +1,7 @@
-"""Manifests as `kubectl kustomize` renders them, and what Kubernetes makes of them.
+"""Manifests as `kubectl kustomize` renders them, and the data that pods get from them.
 
-This is the part of an API server that needs no processes: which objects there are,
-which environment a container gets, and which pods a service selects. kubelet.py runs
-the pods.
+This is the part of an API server that needs no processes: the objects, the environment
+of a container, and the pods that a service selects. kubelet.py runs the pods.
 """
 
 import base64

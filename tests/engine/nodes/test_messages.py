@@ -109,7 +109,7 @@ def test_a_message_is_valid_once_and_in_one_direction(key, node_rank, number):
 
 
 def test_slow_greeting_ends_at_the_timeout_of_the_whole_frame():
-    """A stranger sends a byte now and again, so that no single read times out."""
+    """A stranger sends a byte every 20 ms, so that no single read times out."""
     first, stranger = socket.socketpair()
     has_ended = threading.Event()
 

@@ -41,7 +41,7 @@ _TIMEOUT_S = 30.0
 
 
 class _Node:
-    """A node that sends what a test wants. It has no ranks."""
+    """A node that a test controls. It has no ranks."""
 
     def __init__(
         self, rig: "_Rig", number: int, *, has_heartbeats: bool = True
@@ -168,7 +168,7 @@ def _close(launch: Launch) -> None:
         sock.close()
 
 
-def test_the_connections_of_all_ranks_come_in_order(make_rig):
+def test_connections_are_sorted_by_rank_and_channel(make_rig):
     rig = make_rig(3)
     one = _Node(rig, 1)
     two = _Node(rig, 2)
@@ -214,7 +214,7 @@ def test_all_nodes_get_the_name_of_an_absent_node(make_rig):
     assert node.next_message() == Failed(reason)
 
 
-def test_all_nodes_get_the_difference(make_rig):
+def test_all_nodes_receive_the_message_about_a_difference(make_rig):
     rig = make_rig(3)
     nodes = [_Node(rig, 1), _Node(rig, 2)]
     other = _prepared(rig.settings.model_copy(update={"block_size": 16}))

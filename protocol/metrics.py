@@ -345,7 +345,7 @@ class Metrics:
     Args:
         origin: The kind of process that has this object.
         model_name: The model of a server, which all its metrics have as a label.
-        aliases: Whose names the metrics have in addition to Baton's.
+        aliases: The system with names that the metrics have in addition to Baton's.
 
     Attributes:
         model_name: A proxy sets it if all its servers have one model. Only aliases then
@@ -429,8 +429,8 @@ class Metrics:
         """Returns the current value of each series of the metrics `names`.
 
         The keys are like those of `stat_key`, but with the names of samples: the name
-        of a counter has the suffix `_total`. Each metric must be one that this
-        application counts itself, not one of the engine's.
+        of a counter has the suffix `_total`. The metrics must be those of this
+        process, not of its engine.
         """
         values: dict[str, float] = {}
         for name in names:

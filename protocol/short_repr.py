@@ -20,8 +20,8 @@ def short_repr(value: Any, limit: int = 80) -> str:
 def _encode_beginning(value: Any, limit: int, ensure_ascii: bool) -> str:
     """Returns the JSON text of `value`, or only its beginning if it is too long.
 
-    The encoding stops once the text exceeds `limit`. A result with more than `limit`
-    characters therefore tells the caller that the text must be cut.
+    The encoding stops once the text exceeds `limit`. If the result has more than
+    `limit` characters, it is incomplete, and the caller must cut it.
     """
     text = ""
     value = value[: limit + 1] if isinstance(value, str) else value

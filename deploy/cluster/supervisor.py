@@ -385,7 +385,7 @@ class Supervisor:
         )
 
     def _remove(self, part: Part, reason: str) -> None:
-        """Removes a part whose process has ended.
+        """Removes a part after its process has ended.
 
         Args:
             reason: Why the part could not start; empty if it has ended as requested.

@@ -1,9 +1,9 @@
 """Prepares requests in threads, so that the event loop's streams are not delayed.
 
-    run          is for tokenizing. The tokenizer library releases the GIL, so many
-                 threads are useful.
-    run_python   is for parsing and rendering. This work is Python code, so many threads
-                 would starve the event loop of the GIL.
+    run          is for tokenizing. It has many threads, because the tokenizer library
+                 releases the GIL.
+    run_python   is for parsing and rendering. It has few threads, because this work is
+                 Python code, and many threads would starve the event loop of the GIL.
     both         process very long texts one at a time. Tokenizing takes hundreds of
                  times the memory of the text.
 

@@ -352,7 +352,7 @@ def nodes_of(
     on_failure: Callable[[str], None],
     on_leaving: Callable[[], None],
 ) -> Nodes:
-    """Returns the nodes of the server of which this is node 0.
+    """Returns the nodes of a server, on its node 0.
 
     The arguments are those of Rendezvous.
     """

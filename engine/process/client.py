@@ -227,8 +227,8 @@ class EngineClient:
         failure: why the engine cannot continue, or None.
         movable: for each open request that can migrate, by request id, a function that
             returns whether the request may migrate now.
-        moving: ids of the requests that the engine was told to migrate, and that have
-            not ended here yet.
+        moving: ids of the requests that the engine is to migrate, and that have not
+            ended here yet.
         is_draining: whether the server is shutting down.
         is_handing_over: whether all movable requests migrate; the server still listens.
     """

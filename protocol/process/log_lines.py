@@ -1,4 +1,4 @@
-"""Lines of output: who wrote them, and how they become JSON objects.
+"""Finds the process that wrote a line of output, and makes lines JSON objects.
 
 Log lines have the formats that logging.py describes. All other lines are output of
 libraries, of the interpreter, or of Baton's programs before and after their work.

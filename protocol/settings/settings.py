@@ -258,7 +258,7 @@ class LocalSettings(
 ):
     """The options that `baton up` and `baton serve` share.
 
-    The proxy gets those that it has, too.
+    The launcher passes the options that a proxy also has to its proxy.
     """
 
     topic: ClassVar[str] = "cluster"

@@ -312,6 +312,21 @@ async def test_wide_chat_uses_the_width_of_the_window(options):
             )
 
 
+async def test_page_reports_a_silent_proxy_and_recovers():
+    async with Rig() as rig, opened(rig) as page:
+        await page.wait_for_selector("#status >> text=ready")
+
+        async def hold(route: Any) -> None:
+            pass  # the request gets no answer
+
+        await page.route("**/ui/state*", hold)
+        await page.wait_for_selector("#banner >> text=no answer within 10 s")
+        assert await page.inner_text("#status") == "no connection"
+        await page.unroute("**/ui/state*")
+        await page.wait_for_selector("#status >> text=ready")
+        assert await page.locator("#banner").is_hidden()
+
+
 async def test_memory_of_servers_is_shown():
     async with Rig() as rig:
         for fake, device in ((rig.prefill[0], "cpu"), (rig.decode[0], "cuda")):

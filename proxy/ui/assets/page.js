@@ -12,6 +12,7 @@ const MAX_POINTS = 300;
 const MAX_HISTORY = 360;
 const MAX_REQUESTS = 250;
 const MAX_WAIT_S = 5; // longest time between two polls if the proxy does not answer
+const POLL_TIMEOUT_S = 10; // a proxy answers within 2 s; browsers wait for minutes
 
 const store = { epoch: "", number: 0, servers: new Map(), columns: [], points: [], history: [], requests: new Map() };
 const chat = new Chat();
@@ -88,7 +89,8 @@ async function poll() {
   clearTimeout(timer);
   let wait_s = 1;
   try {
-    const answer = await fetch(`/ui/state?since=${store.number}&epoch=${encodeURIComponent(store.epoch)}`, { headers: headers(), cache: "no-store" });
+    const url = `/ui/state?since=${store.number}&epoch=${encodeURIComponent(store.epoch)}`;
+    const answer = await fetch(url, { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(POLL_TIMEOUT_S * 1000) });
     if (answer.status === 401 || answer.status === 403) {
       const message = answer.status === 401 && !key() ? "This proxy requires an API key. The numbers of this page require an admin key." : (await answer.json()).error.message;
       banner(message, true);
@@ -112,7 +114,8 @@ async function poll() {
   } catch (error) {
     failures += 1;
     wait_s = Math.min(failures, MAX_WAIT_S);
-    banner(`The state of the proxy cannot be read (${error.message}); trying again.`);
+    const reason = error.name === "TimeoutError" ? `no answer within ${POLL_TIMEOUT_S} s` : error.message;
+    banner(`The state of the proxy cannot be read (${reason}); trying again.`);
     $("status").className = "pill bad";
     setText($("status"), "no connection");
   } finally {

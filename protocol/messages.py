@@ -176,6 +176,23 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
     signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
 
+class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
+    """A wish of the client: the prompt up to a place should stay cached for a time.
+
+    This is a hint for retention, never a promise. It comes from `cache_control` of the
+    Messages API. So far no engine reads it; only the usage of the response counts it.
+
+    Attributes:
+        ttl_s: How long, in seconds, since the last use: 300 or 3600.
+        prompt_share: Where the place is: the share of the prompt, counted in
+            characters of the request, that precedes it; 1.0 is the whole prompt. The
+            number of tokens before the place is about this share of `token_ids`.
+    """
+
+    ttl_s: int
+    prompt_share: float
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     """A request to the engine: one prompt, from which one or more choices are sampled.
 
@@ -193,6 +210,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         priority: Requests with smaller values are served first.
         cache_salt: The request shares cached KV only with requests of the same salt;
             see cache_salt.py.
+        cache_breakpoints: Parts of the prompt that should stay cached, in order, each
+            one longer than the one before it; at most 4.
         cache_hit_threshold: Share of the tokens that must be cached or pulled; the
             request otherwise ends with CACHE_MISS. 0: no threshold.
         share: Identifies the client's API key. The engine is shared equally among the
@@ -221,6 +240,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     grammar_bytes: int = 0
     priority: int = 0
     cache_salt: bytes = b""
+    cache_breakpoints: tuple[CacheBreakpoint, ...] = ()
     cache_hit_threshold: float = 0.0
     share: str = ""
     resumed_choices: list[ResumedChoice] = []

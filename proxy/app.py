@@ -30,8 +30,14 @@ logger = get_logger(__name__)
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
-GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-TOKENIZER_PATHS = ("/tokenize", "/detokenize")  # answered by a decode server
+GENERATE_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
+# Paths that a decode server answers.
+TOKENIZER_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
 INTERNAL_PATHS = ("/health", "/ready", "/metrics", "/version")
@@ -91,7 +97,7 @@ class ProxyApp:
                 try:
                     request_id = _request_id(scope)
                 except InvalidRequest as error:
-                    await Reply(send, _new_id()).fail(error)
+                    await Reply(send, _new_id(), scope["path"]).fail(error)
                     return
                 with request_context(request_id.decode("latin-1")):
                     await self._http(

@@ -6,6 +6,7 @@ and escapes keep their spelling. Invalid values are forwarded for the server to 
 so that clients get the same error with and without a proxy.
 """
 
+import re
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,11 @@ _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _DEFAULT_LIMIT_NAMES = ("max_tokens", "max_completion_tokens")
 _LIMIT_NAMES_BY_PATH = {"/v1/responses": ("max_output_tokens",)}
+# Within a string, JSON escapes the quotes, so only members match.
+_CACHE_CONTROL_NAME = b'"cache_control"'
+_CACHE_CONTROL = re.compile(rb',\s*"cache_control"\s*:\s*(?:null|\{[^{}]*\})')
+_BILLING_LINE_BEGIN = b'"x-anthropic-billing-header:'
+_BILLING_LINE = re.compile(rb'"x-anthropic-billing-header:[^"\\]*')
 _BOOLEANS_OR_NULL = (b"true", b"false", b"null")
 
 
@@ -267,8 +273,7 @@ def _with_sender_release(params: msgspec.Raw) -> object:
 
 def profile(body: Body) -> RequestProfile:
     """Return the properties of a generating request that decide its placement."""
-    names = ("tools", "instructions", "prompt", "messages", "input")
-    text = b"".join(member(body, name) for name in names if name in body)
+    text = _prompt_text(body)
     salt = member(body, "model") + b"," + member(body, "cache_salt")
     max_output_tokens = _output_limit(body) or _DEFAULT_OUTPUT_TOKENS
     full_profile = profile_prompt(salt, text, max_output_tokens)
@@ -282,11 +287,25 @@ def profile(body: Body) -> RequestProfile:
     return RequestProfile(tokens=max_tokens, max_output_tokens=max_output_tokens)
 
 
-def num_text_tokens(body: Body) -> int:
-    """Estimate the number of tokens in a body of /tokenize or /detokenize."""
-    names = ("tools", "prompt", "messages", "tokens")
+def _prompt_text(body: Body) -> bytes:
+    """Return the JSON text of the members that become the prompt.
+
+    Claude Code moves its `cache_control` from turn to turn, and writes a different
+    billing line into each system prompt. Both are removed, because they are not in the
+    prompt: a turn would seem to share no prefix with the turn before it.
+    """
+    names = ("tools", "instructions", "system", "prompt", "messages", "input", "tokens")
     text = b"".join(member(body, name) for name in names if name in body)
-    return profile_prompt(b"", text, 0).tokens
+    if _CACHE_CONTROL_NAME in text:
+        text = _CACHE_CONTROL.sub(b"", text)
+    if _BILLING_LINE_BEGIN in text:
+        text = _BILLING_LINE.sub(b"", text, count=1)
+    return text
+
+
+def num_text_tokens(body: Body) -> int:
+    """Estimate the number of tokens in a body of a path that needs only a tokenizer."""
+    return profile_prompt(b"", _prompt_text(body), 0).tokens
 
 
 def _output_limit(body: Body) -> int:

@@ -12,6 +12,12 @@ from typing import Any
 
 import msgspec
 
+from protocol.anthropic.errors import (
+    REQUEST_ID_HEADER,
+    error_body,
+    error_event,
+    is_messages_path,
+)
 from protocol.errors import BatonError
 from protocol.http import sse
 from protocol.openai.token_meter import TokenMeter
@@ -43,7 +49,7 @@ _FRAMES_HEADER = FRAMES_HEADER.encode()
 _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer "
     b"transfer-encoding upgrade content-length date server x-request-id".split()
-) | {_FRAMES_HEADER, REPORT_HEADER.encode()}
+) | {_FRAMES_HEADER, REPORT_HEADER.encode(), REQUEST_ID_HEADER.encode()}
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = sse.DONE.rstrip()
 _ERROR_EVENTS = (b"event: error", b"event: response.failed")
@@ -51,6 +57,7 @@ _LAST_EVENTS = (
     *_ERROR_EVENTS,
     b"event: response.completed",
     b"event: response.incomplete",
+    b"event: message_stop",
 )
 _decode_event = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -274,20 +281,25 @@ class Reply:
         if self.finished:
             return
         if self.status is not None:
-            sequence_number = None
-            if self._path == "/v1/responses":
-                sequence_number = _next_sequence_number(self._last_sent)
-            await self.break_off(sse.error_event(error, sequence_number))
+            await self.break_off(self._error_event(error))
             return
         headers = [(b"retry-after", b"1")] if error.status == 503 else []
         headers += [
             (name.encode(), text.encode()) for name, text in error.headers.items()
         ]
         if self.error_page is None:
-            await self.answer_json(error.status, error.to_openai(), headers)
+            await self.answer_json(error.status, error_body(error, self._path), headers)
         else:
             page_headers, page = self.error_page(error)
             await self.answer(error.status, [*page_headers, *headers], page)
+
+    def _error_event(self, error: BatonError) -> bytes:
+        if is_messages_path(self._path):
+            return error_event(error)
+        sequence_number = None
+        if self._path == "/v1/responses":
+            sequence_number = _next_sequence_number(self._last_sent)
+        return sse.error_event(error, sequence_number)
 
     async def relay(self, response: Response) -> None:
         """Send a server's response.
@@ -378,6 +390,8 @@ class Reply:
         headers_of_proxy = [
             (name.encode(), text.encode()) for name, text in self.headers.items()
         ]
+        if is_messages_path(self._path):
+            headers_of_proxy.append((REQUEST_ID_HEADER.encode(), self.request_id))
         await self._send(
             {
                 "type": "http.response.start",

@@ -4,8 +4,7 @@ decode legs of disaggregated requests.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -15,13 +14,9 @@ from engine.process.client import EngineClient
 from engine.text.grammar_check import GrammarChecker
 from engine.text.tokenizer import Tokenizer
 from protocol.http.access import Access, check, grant_of
+from protocol.http.endpoints import ENDPOINTS
+from protocol.http.json_bounds import INLINE_BODY_BYTES
 from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
-from protocol.openai.chat import ChatRequest
-from protocol.openai.completions import CompletionRequest
-from protocol.openai.requests import validate
-from protocol.openai.responses import ChatWriter, CompletionWriter, ResponseWriter
-from protocol.openai.responses_request import parse_responses
-from protocol.openai.responses_writer import ResponsesWriter
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
@@ -30,30 +25,7 @@ from protocol.settings.settings import EngineSettings
 # client requests them: 20 bytes each, at most limits.MAX_PROMPT_LOGPROBS of them.
 KV_PARAMS_BYTES = 2**26
 
-
-class Endpoint(NamedTuple):
-    """The name, the parser and the writer of an endpoint that generates text.
-
-    Attributes:
-        name: the value of the metric label `endpoint`.
-        parse: validates the members of a body, and returns them as a request.
-        writer: writes responses in the endpoint's format.
-    """
-
-    name: str
-    parse: Callable[[dict[str, Any]], GenerationRequest]
-    writer: type[ResponseWriter]
-
-
-ENDPOINTS: Final = {
-    "/v1/completions": Endpoint(
-        "completions", partial(validate, CompletionRequest), CompletionWriter
-    ),
-    "/v1/chat/completions": Endpoint(
-        "chat", partial(validate, ChatRequest), ChatWriter
-    ),
-    "/v1/responses": Endpoint("responses", parse_responses, ResponsesWriter),
-}
+_T = TypeVar("_T")
 
 
 class ServerHooks:
@@ -178,6 +150,20 @@ class Api:
             split_special_tokens=self.settings.split_special_tokens,
         )
         self.grammars = GrammarChecker(tokenizer, self.settings.grammar_timeout_s)
+
+    async def run_parser(self, num_bytes: int, parse: Callable[[], _T]) -> _T:
+        """Run `parse`, which parses a request, in a thread unless its body is small.
+
+        A body exceeds --max-body-bytes only by the members that proxies add. These do
+        not count.
+
+        Args:
+            num_bytes: the size of the body.
+        """
+        size = 0
+        if num_bytes > INLINE_BODY_BYTES:
+            size = min(num_bytes, self.settings.max_body_bytes)
+        return await self.text_encoder.run_python(size, parse)
 
     def with_cache_salt(
         self,

@@ -4,7 +4,7 @@ The application runs in the server's HTTP process, which does not import torch.
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,26 +15,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from engine.http.api import ENDPOINTS, Api
+from engine.http.api import Api
 from engine.http.generate import respond
-from engine.http.limits import check_token_ids, set_default_model
 from engine.http.middleware import (
     ERROR_HANDLERS,
     RequestIdMiddleware,
-    cancelled_on_disconnect,
     error_response,
     read_json,
 )
-from engine.http.text_workers import LONG_CHARS
+from engine.http.pages.tokenizer_pages import TokenizerPages
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
-from protocol.http.deadlines import deadline_of, enforce_deadline
+from protocol.http.endpoints import ENDPOINTS
 from protocol.kv_params import RELEASE_PATH
 from protocol.metrics import ENGINE_TOTALS, kv_usage
 from protocol.openai import openapi
-from protocol.openai.requests import validate
 from protocol.openai.responses import model_card
-from protocol.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from protocol.short_repr import short_repr
 
 
@@ -54,9 +50,8 @@ def create_app(api: Api) -> FastAPI:
         path: partial(respond, api=api, endpoint=endpoint)
         for path, endpoint in ENDPOINTS.items()
     }
+    post_handlers |= TokenizerPages(api).handlers
     post_handlers |= {
-        "/tokenize": partial(pages.answer_tokenizer_call, work=pages.tokenize),
-        "/detokenize": partial(pages.answer_tokenizer_call, work=pages.detokenize),
         RELEASE_PATH: pages.release_kv,
         "/drain": pages.drain,
         "/migrate": pages.migrate,
@@ -114,7 +109,7 @@ class _Pages:
                 f"The model in the path is {short_repr(name, 200)}; this server serves "
                 f"{served}."
             )
-            return error_response(error)
+            return error_response(error, request.scope["path"])
         return JSONResponse(self._model_card)
 
     async def version(self, request: Request) -> Response:
@@ -236,66 +231,3 @@ class _Pages:
                 param="requests",
             ) from None
         return JSONResponse({"moving": self._api.client.migrate(body.requests)})
-
-    async def answer_tokenizer_call(
-        self, request: Request, work: Callable[[dict[str, Any], int], Awaitable[bytes]]
-    ) -> Response:
-        """Answer a call that needs only the tokenizer.
-
-        Args:
-            work: returns the JSON response. Its arguments are the body's members and
-                the body's size in bytes.
-        """
-        settings = self._api.settings
-        self._api.client.require_ready()  # succeeds only once the tokenizer is loaded
-        async with enforce_deadline(
-            deadline_of(request.scope["headers"], settings.request_timeout_s)
-        ):
-            members, num_bytes = await read_json(request, settings.max_body_bytes)
-            set_default_model(members, self._api.model_name)
-            async with cancelled_on_disconnect(request.receive):
-                answer = await work(members, num_bytes)
-            return Response(answer, media_type="application/json")
-
-    async def tokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
-        api = self._api
-        length = api.client.require_ready().max_model_len
-        api.text_encoder.check_num_items(members, length)
-
-        def parse() -> TokenizeRequest:
-            api.text_encoder.check_num_chars(members, length)
-            return validate(TokenizeRequest, members)
-
-        parsed = await api.text_encoder.run_python(num_bytes, parse)
-        # Clients use the count to learn how far a text exceeds the context. So a text
-        # that exceeds the context is not refused if it has at most LONG_CHARS
-        # characters.
-        (ids,) = await api.text_encoder.tokenize(
-            parsed.as_generation(), num_bytes, length, unchecked_chars=LONG_CHARS
-        )
-
-        def encode_answer() -> bytes:
-            pieces = api.tokenizer.pieces(ids) if parsed.return_token_strs else None
-            answer = {
-                "count": len(ids),
-                "max_model_len": length,
-                "tokens": ids,
-                "token_strs": pieces,
-            }
-            return msgspec.json.encode(answer)
-
-        return await api.text_encoder.run(len(ids), encode_answer)
-
-    async def detokenize(self, members: dict[str, Any], num_bytes: int) -> bytes:
-        api = self._api
-
-        def encode_answer() -> bytes:
-            parsed = validate(DetokenizeRequest, members)
-            if parsed.tokens:
-                check_token_ids(
-                    parsed.tokens, api.client.require_ready().vocab_size, "tokens"
-                )
-            text = api.tokenizer.decode_all(parsed.tokens)
-            return msgspec.json.encode({"prompt": text})
-
-        return await api.text_encoder.run(num_bytes, encode_answer)

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.http.api import Api, Endpoint
+from engine.http.api import Api
 from engine.http.choice import INLINE_LOGPROBS, ChoiceStream, PromptGeneration
 from engine.http.middleware import cancelled_on_disconnect
 from engine.http.request_stats import RequestStats
@@ -30,7 +30,13 @@ from protocol.messages import (
     AddRequest,
     TokenDelta,
 )
-from protocol.openai.responses import ChoicePiece, Usage, add_kv, kv_header
+from protocol.openai.responses import (
+    ChoicePiece,
+    ResponseWriter,
+    Usage,
+    add_kv,
+    kv_header,
+)
 from protocol.openai.sampling import GenerationRequest
 from protocol.process.logging import get_logger
 from protocol.resume import HEADER, Resume
@@ -46,6 +52,7 @@ class HttpRequestState:
     """Answers one accepted request, as a stream or as a single response.
 
     Args:
+        writer: the class that writes responses in the endpoint's format.
         adds: the engine's requests, one for each prompt, in order.
         subscription: the subscription to the deltas of `adds`.
         framing: the response's frames, with which a proxy can continue the response at
@@ -59,7 +66,7 @@ class HttpRequestState:
     def __init__(
         self,
         api: Api,
-        endpoint: Endpoint,
+        writer: type[ResponseWriter],
         parsed: GenerationRequest,
         adds: list[AddRequest],
         subscription: Subscription,
@@ -71,9 +78,7 @@ class HttpRequestState:
         self._parsed = parsed
         self.framing = framing
         origin = framing.origin
-        self.writer = endpoint.writer(
-            origin.id, origin.created, parsed, api.fingerprint
-        )
+        self.writer = writer(origin.id, origin.created, parsed, api.fingerprint)
         texts = client_texts(parsed)
         if parsed.truncate_prompt_tokens is not None:
             # An echo contains only the tokens that remain after truncation.
@@ -349,9 +354,7 @@ class HttpRequestState:
         """
         prompts = self._prompts.values()
         choices = [choice for prompt in prompts for choice in prompt.choices]
-        usages = [
-            delta.usage for delta in self._last_deltas() if delta.usage is not None
-        ]
+        usages = [prompt.usage for prompt in prompts if prompt.usage is not None]
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=sum(choice.num_tokens for choice in choices),

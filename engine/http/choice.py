@@ -130,6 +130,14 @@ class PromptGeneration:
         self.latest_usage = usage
         return delta
 
+    @property
+    def usage(self) -> KVUsage | None:
+        """The usage of the first choice's last delta. Before that delta, the
+        preliminary usage, if it has arrived.
+        """
+        last_delta = self.choices[0].last_delta
+        return self.latest_usage if last_delta is None else last_delta.usage
+
     def token_report(
         self, token_id: int, logprobs: TokenLogprobs | None, num_top: int, offset: int
     ) -> TokenReport:

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.http.api import Api, Endpoint
+from engine.http.api import Api
 from engine.http.call import HttpRequestState
 from engine.http.limits import (
     check_against_server,
@@ -35,7 +35,7 @@ from engine.http.resume import Framing, has_open_choice, pop_resume, resume_requ
 from engine.text.request_grammar import answer_grammar
 from protocol.errors import BatonError
 from protocol.http.deadlines import deadline_of, enforce_deadline
-from protocol.http.json_bounds import INLINE_BODY_BYTES
+from protocol.http.endpoints import Endpoint
 from protocol.kv_params import sender_releases
 from protocol.messages import AddRequest, ReleaseRemote
 from protocol.openai.sampling import GenerationRequest
@@ -68,7 +68,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
         if call is None:
             _release_referenced_kv(api, members)
         stats.mark_failed(error)
-        return error_response(error)
+        return error_response(error, request.scope["path"])
     except BaseException as error:
         if call is None:  # for example, the client has disconnected
             _release_referenced_kv(api, members)
@@ -122,7 +122,7 @@ async def _start(
         if resumed is not None:
             adds = resume_requests(resumed, api, endpoint, adds)
         prepare = partial(api.hooks.prepare, parsed, adds, api.client.require_ready())
-        adds = await api.text_encoder.run_python(_parsing_size(api, num_bytes), prepare)
+        adds = await api.run_parser(num_bytes, prepare)
     adds = [msgspec.structs.replace(add, share=stats.share) for add in adds]
     open_adds = [add for add in adds if has_open_choice(add)]
     queue_entry = api.client.queue.enter(open_adds, is_resumed=resumed is not None)
@@ -145,7 +145,7 @@ async def _start(
     try:
         parsed = parsed.without_prompt_fields()
         return HttpRequestState(
-            api, endpoint, parsed, adds, subscription, stats, framing
+            api, endpoint.writer, parsed, adds, subscription, stats, framing
         )
     except BaseException:
         subscription.close()
@@ -157,18 +157,6 @@ def _release_unused_kv(api: Api, adds: list[AddRequest]) -> None:
     for add in adds:
         if add.remote is not None and not has_open_choice(add):
             api.client.send(ReleaseRemote(add.remote))
-
-
-def _parsing_size(api: Api, num_bytes: int) -> int:
-    """Return the `size` argument of `TextWorkers.run_python` for parsing a body.
-
-    The result is 0 for a body that is small enough to be parsed on the event loop. It
-    is at most --max-body-bytes: a body exceeds this limit only by the members that
-    proxies add.
-    """
-    if num_bytes <= INLINE_BODY_BYTES:
-        return 0
-    return min(num_bytes, api.settings.max_body_bytes)
 
 
 async def _prepare(
@@ -191,9 +179,7 @@ async def _prepare(
         parsed = endpoint.parse(members).with_defaults(api.generation_config)
         return parsed, guided_decodings(parsed)
 
-    parsed, all_guided = await api.text_encoder.run_python(
-        _parsing_size(api, num_bytes), parse
-    )
+    parsed, all_guided = await api.run_parser(num_bytes, parse)
     check_against_server(parsed, ready.vocab_size, ready.max_num_seqs)
     if all_guided:
         await api.grammars.check(all_guided)
@@ -253,6 +239,7 @@ def _make_adds(
             num_prompt_logprobs=parsed.num_prompt_logprobs,
             grammar_bytes=api.grammars.nbytes(sampling.grammar),
             priority=parsed.priority,
+            cache_breakpoints=parsed.cache_breakpoints,
             cache_hit_threshold=parsed.cache_hit_threshold,
         )
         for index, (ids, limit) in enumerate(zip(prompts, limits, strict=True))

@@ -166,6 +166,8 @@ def output_token_limit(
                 f"are generated; lower `min_tokens` or set `{field}`",
             )
         return limit
+    if requested > free_tokens and parsed.limit_may_exceed_context:
+        return free_tokens
     if requested > free_tokens:
         field = parsed.limit_field
         raise ContextLengthExceeded(

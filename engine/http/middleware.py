@@ -12,7 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.http.api import ENDPOINTS, KV_PARAMS_BYTES
+from engine.http.api import KV_PARAMS_BYTES
+from protocol.anthropic.errors import (
+    REQUEST_ID_HEADER,
+    error_body,
+    is_messages_path,
+)
 from protocol.errors import (
     BatonError,
     InternalError,
@@ -23,6 +28,7 @@ from protocol.errors import (
 )
 from protocol.http.access import Access
 from protocol.http.bodies import ClientDisconnected, read_body, refusal
+from protocol.http.endpoints import ENDPOINTS
 from protocol.http.json_bounds import INLINE_BODY_BYTES, check_bounds, read_off_loop
 from protocol.openai.requests import BODIES, parse_json_object, unread_fields
 from protocol.process.logging import get_logger, request_context
@@ -55,7 +61,10 @@ class RequestIdMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client_id = dict(scope["headers"]).get(b"x-request-id", b"")
         request_id = client_id or secrets.token_hex(16).encode()
+        path = scope["path"]
         extra_headers = [(b"x-request-id", request_id)]
+        if is_messages_path(path):
+            extra_headers.append((REQUEST_ID_HEADER.encode(), request_id))
         has_started = False
 
         async def send_with_id(message: Message) -> None:
@@ -70,20 +79,18 @@ class RequestIdMiddleware:
             try:
                 grant = self._access.admit(scope)
             except RequestError as error:
-                log.info(
-                    "%s status=%d: %s", scope["path"][:200], error.status, error.message
-                )
-                await error_response(error)(scope, receive, send_with_id)
+                log.info("%s status=%d: %s", path[:200], error.status, error.message)
+                await error_response(error, path)(scope, receive, send_with_id)
                 return
             for name, text in grant.headers.items():
                 extra_headers.append((name.encode(), text.encode()))
             try:
                 with grant:
-                    generates = scope["method"] == "POST" and scope["path"] in ENDPOINTS
+                    generates = scope["method"] == "POST" and path in ENDPOINTS
                     # Endpoints that generate text handle this error in `read_body`.
                     connection_error = None if generates else refusal(scope)
                     app = (
-                        error_response(connection_error)
+                        error_response(connection_error, path)
                         if connection_error
                         else self._app
                     )
@@ -93,7 +100,7 @@ class RequestIdMiddleware:
                 if has_started:
                     raise
                 shutdown_response = error_response(
-                    NoServerAvailable("This server is shutting down.")
+                    NoServerAvailable("This server is shutting down."), path
                 )
                 await shutdown_response(scope, receive, send_with_id)
 
@@ -209,11 +216,11 @@ class _HttpError(RequestError, code="http_error"): ...
 
 
 def error_response(
-    error: BatonError, headers: Mapping[str, str] | None = None
+    error: BatonError, path: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return an error as an HTTP response in OpenAI's format."""
+    """Return an error as an HTTP response, in the format of the path's API."""
     return JSONResponse(
-        error.to_openai(), error.status, {**error.headers, **(headers or {})}
+        error_body(error, path), error.status, {**error.headers, **(headers or {})}
     )
 
 
@@ -231,25 +238,29 @@ def as_baton_error(raised: BatonError | RecursionError) -> BatonError:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     """Return the response for an exception. Log the exception if it is unexpected."""
-    path = request.url.path[:200]
+    full_path = request.scope["path"]
+    path = full_path[:200]
     match error:
         case BatonError() | RecursionError():
-            return error_response(as_baton_error(error))
+            return error_response(as_baton_error(error), full_path)
         case ClientDisconnected():
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         case HTTPException(status_code=404):
             return error_response(
-                _UnknownPath(f"There is no path {path}; GET /docs lists all paths.")
+                _UnknownPath(f"There is no path {path}; GET /docs lists all paths."),
+                full_path,
             )
         case HTTPException(status_code=405):
             wrong_method = _WrongMethod(f"{path} does not accept {request.method}.")
-            return error_response(wrong_method, error.headers)
+            return error_response(wrong_method, full_path, error.headers)
         case HTTPException():
             return JSONResponse(
                 _HttpError(str(error.detail)).to_openai(), error.status_code
             )
     log.exception("Unexpected error in a request for %s.", path, exc_info=error)
-    return error_response(InternalError("The server failed on this request."))
+    return error_response(
+        InternalError("The server failed on this request."), full_path
+    )
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(

@@ -18,7 +18,12 @@ MIN_CHARS_LIMIT = 1 << 22
 # The most characters that Unicode normalization composes into one character. Some Greek
 # letters, such as U+1F82, consist of four.
 _COMPOSED_CHARS = 4
-_ITEM_FIELDS = ("messages", "input", "tools")  # the fields of a body that have items
+_ITEM_FIELDS = (
+    "messages",
+    "input",
+    "system",
+    "tools",
+)  # the fields of a body that have items
 _PART_FIELDS = ("content", "tool_calls")  # the fields of a message that have items
 
 
@@ -111,7 +116,7 @@ def _prompt_lengths(
     for prompt in prompts[:max_items]:
         if isinstance(prompt, str):
             yield "prompt", len(prompt)
-    for name in ("messages", "input"):
+    for name in ("messages", "input", "system"):
         yield name, sum(map(len, _texts(members.get(name))))
 
 

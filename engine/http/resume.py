@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from engine.http.api import Api, Endpoint
+from engine.http.api import Api
 from protocol import resume
 from protocol.errors import BatonError, ResumeRefused
+from protocol.http.endpoints import Endpoint
 from protocol.kv_params import prompt_digest
 from protocol.messages import AddRequest, ResumedChoice, TokenDelta
 from protocol.resume import Origin, Resume

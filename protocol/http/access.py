@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, cast
 
+from protocol.anthropic.errors import check_version
 from protocol.cache_salt import derive
 from protocol.errors import Forbidden, Unauthorized
 from protocol.http.cross_site import check_content_type, is_from_another_site
@@ -311,8 +312,10 @@ class Access:
             Unauthorized, Forbidden, RateLimited: The request must not be served.
             UnsupportedMediaType: A browser page of another site sent the request
                 without a preflight request.
+            InvalidRequest: The request has no valid version of Anthropic's API.
         """
         check_content_type(scope)
+        check_version(scope)
         if not (self._keys or self._salts_by_key):
             return _FULL_ACCESS
         path = scope["path"]
@@ -338,7 +341,8 @@ class Access:
                 if presented_key:
                     problem = "the API key is unknown"
                 raise Unauthorized(
-                    f"{problem}: send the header `Authorization: Bearer KEY`",
+                    f"{problem}: send the header `Authorization: Bearer KEY` or "
+                    "`x-api-key: KEY`",
                     headers={"www-authenticate": 'Bearer realm="baton"'},
                 )
             outcome = "forbidden"

@@ -229,8 +229,9 @@ class ChatRequest(PromptFields, GenerationRequest):
     endpoint = "/v1/chat/completions"
     summary = "Answers a conversation."
     prompt_field = "messages"
-    # See the attribute of the same name in Tools.
+    # See the attributes of the same names in Tools.
     function_path: ClassVar[str] = "function."
+    parameters_name: ClassVar[str] = "parameters"
 
     messages: Messages
     logprobs: Switch = False
@@ -254,6 +255,7 @@ class ChatRequest(PromptFields, GenerationRequest):
             self.tool_choice,
             is_parallel=self.parallel_tool_calls,
             function_path=self.function_path,
+            parameters_name=self.parameters_name,
         )
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 # These imports register their classes in BODIES.
+from protocol.anthropic import request  # noqa: F401
 from protocol.openai import responses_request, tokenize  # noqa: F401
 from protocol.openai.requests import BODIES, Strict
 from protocol.version import VERSION

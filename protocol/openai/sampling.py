@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from protocol.cache_salt import MAX_CHARS
-from protocol.messages import SamplingParams
+from protocol.messages import CacheBreakpoint, SamplingParams
 from protocol.openai.requests import ModelName, ReadFrom, Strict, fault, neutral, refuse
 from protocol.openai.structured import StructuredFields
 from protocol.openai.truncation import max_prompt_tokens
@@ -245,6 +245,8 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     logprobs_field: ClassVar[str] = "logprobs"
     # False if events at the end of a stream repeat the logprobs of earlier events.
     streams_logprobs_once: ClassVar[bool] = True
+    # True if a token limit that does not fit the context is lowered, not refused.
+    limit_may_exceed_context: ClassVar[bool] = False
 
     max_tokens: int | None = integer(None, 1, MAX_INT31)
     max_completion_tokens: int | None = integer(None, 1, MAX_INT31)
@@ -292,6 +294,11 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     def wants_logprobs(self) -> bool:
         """Whether the client requested the logprobs of the answer's tokens."""
         return self.num_logprobs is not None
+
+    @property
+    def cache_breakpoints(self) -> tuple[CacheBreakpoint, ...]:
+        """Parts of the prompt that the client wants to stay cached."""
+        return ()
 
     @property
     def wants_echo(self) -> bool:

@@ -12,13 +12,24 @@ from protocol.resume import num_tokens_of
 
 class _Usage(msgspec.Struct):
     """The usage of completions and chats (the first two members), or of /v1/responses
-    (the last two).
+    and /v1/messages (the others).
+
+    The three members about the input of /v1/messages add up to the prompt.
     """
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     input_tokens: int | None = None
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
     output_tokens: int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        if self.input_tokens is None:
+            return self.prompt_tokens
+        num_cached = self.cache_creation_input_tokens + self.cache_read_input_tokens
+        return self.input_tokens + num_cached
 
 
 class _Response(msgspec.Struct):
@@ -31,11 +42,13 @@ class _Answer(msgspec.Struct):
     Attributes:
         response: The complete response in the last event of /v1/responses.
         count: Number of tokens in a response of /tokenize.
+        input_tokens: The same number in a response of /v1/messages/count_tokens.
     """
 
     usage: _Usage | None = None
     response: _Response | None = None
     count: int | None = None
+    input_tokens: int | None = None
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -96,13 +109,14 @@ class TokenMeter:
             answer = _decode_answer(text)
         except (msgspec.MsgspecError, RecursionError):
             return  # `[DONE]`, or a response of an unknown kind
-        self.has_begun |= answer.count is not None or bool(answer.usage)
+        count = answer.input_tokens if answer.count is None else answer.count
+        self.has_begun |= count is not None or bool(answer.usage)
         usage = answer.usage or (answer.response and answer.response.usage)
-        if answer.count is not None:
-            self.num_prompt_tokens = answer.count
+        if count is not None:
+            self.num_prompt_tokens = count
             self._num_reported_tokens = 0
         elif usage:
-            self.num_prompt_tokens = usage.prompt_tokens or usage.input_tokens
+            self.num_prompt_tokens = usage.num_prompt_tokens
             self._num_reported_tokens = (
                 usage.completion_tokens or usage.output_tokens or 0
             )

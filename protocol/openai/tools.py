@@ -31,8 +31,8 @@ _NO_PARAMETERS: dict[str, Any] = {
 FunctionName = Annotated[
     str,
     Field(
-        pattern="^[A-Za-z0-9_.-]{1,64}$",
-        description="1 to 64 letters, digits, underscores, dots or dashes",
+        pattern="^[A-Za-z0-9_.-]{1,128}$",
+        description="1 to 128 letters, digits, underscores, dots or dashes",
     ),
 ]
 
@@ -84,7 +84,8 @@ class Tools:
         name: In mode "named", the name of the tool that must be called.
         is_parallel: Whether an answer may have several calls.
         function_path: Path, within a tool, of the members of its function, for error
-            messages: "function." in chats, empty in /v1/responses.
+            messages: "function." in chats, empty in other APIs.
+        parameters_name: The name of a function's schema in the request.
     """
 
     offered: tuple[dict[str, Any], ...] = ()
@@ -92,6 +93,7 @@ class Tools:
     name: str | None = None
     is_parallel: bool = True
     function_path: str = "function."
+    parameters_name: str = "parameters"
 
     @property
     def is_active(self) -> bool:
@@ -121,11 +123,16 @@ class Tools:
 
     def schema_path(self, index: int) -> str:
         """Returns the path of a tool's schema in the request, for error messages."""
-        return f"tools[{index}].{self.function_path}parameters"
+        return f"tools[{index}].{self.function_path}{self.parameters_name}"
 
 
 def read_tools(
-    tools: OfferedTools, choice: ToolChoice, is_parallel: bool, function_path: str
+    tools: OfferedTools,
+    choice: ToolChoice,
+    *,
+    is_parallel: bool,
+    function_path: str,
+    parameters_name: str,
 ) -> Tools:
     """Returns the validated tools of a request.
 
@@ -134,6 +141,7 @@ def read_tools(
         choice: The field `tool_choice`; None if the client has not sent it.
         is_parallel: See Tools.
         function_path: See Tools.
+        parameters_name: See Tools.
 
     Raises:
         InvalidRequest: Two tools have the same name, or the choice requires a tool that
@@ -151,19 +159,25 @@ def read_tools(
         if name in names[:index]:
             path = f"tools[{index}].{function_path}name"
             raise wrong_value(path, name, "used once only")
+    common: dict[str, Any] = {
+        "offered": offered,
+        "is_parallel": is_parallel,
+        "function_path": function_path,
+        "parameters_name": parameters_name,
+    }
     if choice in (None, "auto", "none"):
         mode: Mode = "auto" if offered and choice != "none" else "none"
-        return Tools(offered, mode, None, is_parallel, function_path)
+        return Tools(mode=mode, **common)
     chosen_name = choice.function.name if isinstance(choice, Tool) else None
     if not offered:
         shown = short_repr(chosen_name or choice)
         refuse("tool_choice", f"is {shown}, but no `tools` are given; send `tools`")
     if chosen_name is None:
-        return Tools(offered, "required", None, is_parallel, function_path)
+        return Tools(mode="required", **common)
     if chosen_name not in names:
         must_be = "one of the tools: " + ", ".join(names[:20])
         raise wrong_value(f"tool_choice.{function_path}name", chosen_name, must_be)
-    return Tools(offered, "named", chosen_name, is_parallel, function_path)
+    return Tools(mode="named", name=chosen_name, **common)
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:

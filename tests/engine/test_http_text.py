@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.http.api import ENDPOINTS, ServerHooks
+from engine.http.api import ServerHooks
 from engine.http.limits import guided_decodings
 from engine.http.text_encoder import INLINE_CHARS, LONG_CHARS, TextEncoder
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from protocol.http.endpoints import ENDPOINTS
 from protocol.messages import AddRequest
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import validate

@@ -18,10 +18,11 @@ from tests.rigs.http_server import SECRET, Running, end, serving_4k
 KEY = "sk-alice-0123456789"
 HEADERS = {"x-api-key": KEY}
 PER_MINUTE = 1000
-COMPLETIONS, CHAT, RESPONSES = (
+COMPLETIONS, CHAT, RESPONSES, MESSAGES = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
 )
 PROMPT = {"model": "m", "prompt": "ab"}
 MUCH, LITTLE = 5000, 10
@@ -64,6 +65,22 @@ def response_events(num_tokens: int) -> Behave:
     )
 
 
+def message_usage(num_tokens: int) -> dict[str, Any]:
+    """Return the usage of a message, of which most tokens were read from a cache."""
+    num_read = max(num_tokens - 3, 0)
+    usage = {"input_tokens": 1, "cache_creation_input_tokens": 1, "output_tokens": 1}
+    return {"usage": {**usage, "cache_read_input_tokens": num_read}}
+
+
+def message_events(num_tokens: int) -> Behave:
+    delta = event({"type": "message_delta", **message_usage(num_tokens)})
+    return streams(
+        b"event: content_block_delta\n" + EVENT,
+        b"event: message_delta\n" + delta,
+        b"event: message_stop\n" + event({"type": "message_stop"}),
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "answer"),
     [
@@ -72,6 +89,8 @@ def response_events(num_tokens: int) -> Behave:
         (RESPONSES, lambda number: answers(200, response_body(number))),
         (CHAT, streamed_answer),
         (RESPONSES, response_events),
+        (MESSAGES, lambda number: answers(200, message_usage(number))),
+        (MESSAGES, message_events),
         (CHAT, lambda number: streams(EVENT * number, DONE)),
     ],
     ids=[
@@ -80,6 +99,8 @@ def response_events(num_tokens: int) -> Behave:
         "response",
         "stream",
         "response's stream",
+        "message",
+        "message's stream",
         "stream without usage",
     ],
 )

@@ -25,6 +25,7 @@ from protocol.messages import (
 )
 from tests.engine.test_harmony import CALL as HARMONY_CALL
 from tests.engine.test_harmony import FINAL, START, THINK
+from tests.engine.test_http_messages import TOOL as ANTHROPIC_TOOL
 from tests.engine.test_http_responses import FLAT, TEMPLATE
 from tests.engine.test_http_tools import CALL, TOOL
 from tests.proxy.fakes import until
@@ -46,7 +47,8 @@ _CHAT, _RESPONSES, _COMPLETIONS = (
 )
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 _LOGPROBS = {"logprobs": True, "top_logprobs": 1}
-_INCLUDE = {"include": ["message.output_text.logprobs"]}
+_ITEMS: dict[str, Any] = {"input": "Hi", "tools": [FLAT]}
+_INCLUDE = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 
 def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
@@ -166,15 +168,16 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {**_HI, "tools": [TOOL]},
         [f"<think>hm {CALL} or {CALL}</think> so"],
     ),
-    "items": (
-        _RESPONSES,
-        {"input": "Hi", "tools": [FLAT]},
-        ["<think>hm</think>ok" + CALL + "."],
-    ),
+    "items": (_RESPONSES, _ITEMS, [f"<think>hm</think>ok{CALL}."]),
     "logprobs of items": (
         _RESPONSES,
-        {"input": "Hi", "tools": [FLAT], **_INCLUDE, "top_logprobs": 1},
+        {**_ITEMS, **_INCLUDE},
         ["<think>hm</think>\nök <too" + CALL + "\n."],
+    ),
+    "blocks": (
+        "/v1/messages",
+        {**_HI, "tools": [ANTHROPIC_TOOL]},
+        [f"<think>hm</think>ök{CALL}."],
     ),
     "choices": (_CHAT, {**_HI, "n": 3, **_LOGPROBS}, ["é1 stop", "a", "four ö"]),
     "usage": (
@@ -202,7 +205,7 @@ _STREAMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "harmony's items": (
         _RESPONSES,
-        {"input": "Hi", "tools": [FLAT]},
+        _ITEMS,
         [
             f"{THINK}hm{START}<|channel|>final<|message|>Ah{START}{THINK}a{START}"
             f"{HARMONY_CALL}{{}}"

@@ -249,7 +249,7 @@ MISTAKES: list[tuple[Parse, dict[str, Any], str]] = [
      "tool_choice.name"),
     *((responses, {"tools": [], "tool_choice": {**FLAT, "name": name}},
        "tool_choice.name")
-      for name in ("", "a b", "x" * 65, "f\n")),
+      for name in ("", "a b", "x" * 129, "f\n")),
     (responses, text(type="json_schema", schema={}), "text.format.name"),
     (responses, text(type="text", name="n"), "text.format"),
     (responses, {"metadata": {"a": 1}}, "metadata"),
@@ -454,7 +454,7 @@ def test_error_about_a_mistake_names_the_field(parse, fields, param):
         (chat, {"prompt": "x"},
          "is called `messages` at /v1/chat/completions; send that."),
         (completion, {"tools": []},
-         "but of /tokenize and /v1/chat/completions and /v1/responses; leave it out."),
+         "but of /tokenize and /v1/chat/completions and /v1/messages and "),
         (tokenize, {"input": "x"}, "is called `messages` at /tokenize; send that."),
         (responses, {"topp": 1},
          "`topp` is not supported (did you mean top_p or stop?)"),

@@ -11,8 +11,9 @@ from pydantic import SecretStr
 from protocol.errors import PayloadTooLarge, RequestError
 from protocol.http.json_bounds import MAX_NODES, MAX_TOP_MEMBERS
 from protocol.kv_params import REMOTE_DECODE
-from proxy.body import decode_leg, params_of, parse_body, prefill_leg, sanitize
+from proxy.body import decode_leg, params_of, parse_body, prefill_leg, profile, sanitize
 from tests.proxy.fakes import Rig
+from tests.rigs.agents import agent_request
 from tests.rigs.examples import examples
 
 JSON = st.recursive(
@@ -227,3 +228,25 @@ def test_prefill_leg_of_v1_responses_has_max_output_tokens():
         )
         assert leg["max_output_tokens"] == 1 and "max_tokens" not in leg
         assert leg.get("stream", False) is False
+
+
+def test_turns_of_claude_code_share_the_hashes_of_their_common_prefix():
+    """Neither the line for Anthropic's billing nor the place of `cache_control` is a
+    part of the prompt.
+    """
+    hashes = []
+    for name in ("first_turn", "second_turn"):
+        body = parse_body(json.dumps(agent_request(name)).encode())
+        hashes.append(list(profile(body).hashes))
+    first, second = hashes
+    assert len(first) > 10
+    assert second[: len(first)] == first
+
+
+def test_text_about_cache_control_stays_in_the_profile():
+    lengths = []
+    for text in ("", ', "cache_control": {"type": "ephemeral"}'):
+        messages = [{"role": "user", "content": f"Explain{text}."}]
+        body = parse_body(json.dumps({"messages": messages}).encode())
+        lengths.append(len(profile(body).text))
+    assert lengths[1] > lengths[0] + 40

@@ -57,6 +57,36 @@ async def test_stream_that_breaks_ends_with_an_error_event(behave, number):
         await until(lambda: rig.metric("baton_proxy_responses", status="broken") == 2)
 
 
+async def test_stream_of_messages_that_breaks_ends_with_anthropics_error_event():
+    broken = streams(b'event: ping\ndata: {"type": "ping"}\n\n', ends=False)
+    async with Rig(decode=[Fake(broken)]) as rig:
+        response = await rig.client.post("/v1/messages", json={"stream": True})
+        event, data = response.text.strip().rpartition("\n\n")[2].split("\n")
+        assert event == "event: error"
+        body = json.loads(data.removeprefix("data: "))
+        assert body["type"] == "error" and body["error"]["type"] == "api_error"
+        assert body["request_id"] == response.headers["request-id"]
+
+
+async def test_errors_of_the_proxy_have_the_form_of_the_api():
+    async with Rig(decode=[]) as rig:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            body = {"messages": []}
+            response = await rig.client.post(path, json=body)
+            assert response.status_code == 503
+            error = response.json()
+            assert error["type"] == "error"
+            assert error["error"]["type"] == "overloaded_error"
+            assert error["request_id"] == response.headers["request-id"]
+            response = await rig.client.get(path)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        response = await rig.client.post("/v1/messages/batches", json={})
+        assert response.json()["error"]["type"] == "not_found_error"
+        response = await rig.client.post("/v1/chat/completions", json={})
+        assert "request-id" not in response.headers
+        assert response.json().keys() == {"error"}
+
+
 async def test_error_event_is_relayed_without_another_and_kv_is_released():
     text = b'data: 1\n\nevent: error\ndata: {"error": {"code": "engine_died"}}\n\n'
 

@@ -1,0 +1,493 @@
+"""Answers of /v1/messages, read and sent back by Anthropic's own client."""
+
+import json
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.text.tokenizer import Tokenizer
+from protocol.messages import CacheBreakpoint, KVUsage
+from tests.engine.test_http_errors import failing_after
+from tests.engine.test_http_tools import CALL
+from tests.rigs.agents import agent_request
+from tests.rigs.http_server import (
+    READY,
+    Server,
+    end,
+    events,
+    scripted,
+    serving,
+    serving_4k,
+    text_script,
+    with_template,
+)
+
+# Writes each field of the messages that the template receives.
+TEMPLATE = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
+|{{ m.reasoning_content }}|{{ m.tool_call_id }}|\
+{{ m.tool_calls | tojson if m.tool_calls }};\
+{% endfor %}\
+{{ tools | length if tools }},{{ enable_thinking }},{{ reasoning_effort }}"
+TOOL: Any = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+MESSAGES: Any = [{"role": "user", "content": "1 + 1?"}]
+REQUEST: Any = {"model": "m", "max_tokens": 500, "messages": MESSAGES}
+# Texts of the model, the blocks in the response, and the reason of its end.
+OUTPUTS = [
+    ("<think>I add.</think>\nSo: ", ["thinking:I add.", "text:So: "], "end_turn"),
+    ("Hello", ["text:Hello"], "end_turn"),
+    ("", [], "end_turn"),
+    (
+        "<think>hm</think>" + CALL + CALL,
+        ["thinking:hm", 'tool_use:{"a": 1}', 'tool_use:{"a": 1}'],
+        "tool_use",
+    ),
+    (f"So:{CALL}Hm.", ["text:So:", 'tool_use:{"a": 1}', "text:Hm."], "tool_use"),
+    ("<think>for ever", ["thinking:for ever"], "end_turn"),
+]
+READY_64K = replace(READY, max_model_len=65536)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import the client. At the top of the file, the import would take 2 s in every
+    process that collects the tests.
+    """
+    global Message, anthropic, httpx2
+    import anthropic
+    import httpx2
+    from anthropic.types import Message
+
+
+def client_of(server: Server, **credentials: Any) -> Any:
+    """Return a client. It loads no certificates, which would take a while."""
+    return anthropic.AsyncAnthropic(
+        base_url=str(server.http.base_url),
+        max_retries=0,
+        http_client=httpx2.AsyncClient(verify=False, trust_env=False),
+        **(credentials or {"api_key": "-"}),
+    )
+
+
+def prompt_of(server: Server, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(server.engine.added[-1].token_ids)
+
+
+def shown(message: Any) -> list[str]:
+    """Return the type and the text of each block of a message."""
+    texts = []
+    for block in message.content:
+        text = getattr(block, "text", None) or getattr(block, "thinking", None)
+        texts.append(f"{block.type}:{text or json.dumps(block.input)}")
+    return texts
+
+
+@pytest.mark.parametrize(("text", "blocks", "reason"), OUTPUTS)
+async def test_client_reads_the_same_blocks_with_and_without_a_stream(
+    tokenizer, text, blocks, reason
+):
+    templated = with_template(tokenizer, TEMPLATE)
+    script = text_script(templated, text, finish_reason="stop")
+    request = {**REQUEST, "tools": [TOOL], "thinking": {"type": "adaptive"}}
+    async with serving_4k(templated, script) as server, client_of(server) as client:
+        complete = await client.messages.create(**request)
+        async with client.messages.stream(**request) as stream:
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_message()
+        assert prompt_of(server, templated).endswith("1,True,")
+        raw = await server.http.post("/v1/messages", json={**request, "stream": True})
+    assert shown(complete) == shown(streamed) == blocks
+    assert complete.stop_reason == streamed.stop_reason == reason
+    assert complete.usage == streamed.usage
+    thoughts = [block for block in complete.content if block.type == "thinking"]
+    assert all(block.signature for block in thoughts)
+    assert (complete.usage.output_tokens_details.thinking_tokens > 0) == bool(thoughts)
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    names = [name for name, _ in events(raw)]
+    assert names == [data["type"] for _, data in events(raw)]
+    assert names[-2:] == ["message_delta", "message_stop"]
+    assert names.count("content_block_start") == len(blocks)
+    starts = [i for i, name in enumerate(names) if name == "content_block_start"]
+    stops = [i for i, name in enumerate(names) if name == "content_block_stop"]
+    assert all(a < b for a, b in zip(starts, stops, strict=True))
+
+
+async def test_response_matches_the_clients_type(tokenizer):
+    async with serving_4k(tokenizer, text_script(tokenizer, "Hi.")) as server:
+        response = await server.http.post("/v1/messages?beta=true", json=REQUEST)
+        message = Message.model_validate(response.json(), strict=True)
+        assert message.id.startswith("msg_") and message.model == "m"
+        assert response.headers["request-id"] == response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+async def test_stop_reason(tokenizer, finish_reason):
+    cases: dict[str, list[Any]] = {
+        "stop": [
+            ({"stop_sequences": ["lo"]}, "stop_sequence", "lo"),
+            ({}, "end_turn", None),
+        ],
+        "length": [
+            ({"max_tokens": 5}, "max_tokens", None),
+            ({"max_tokens": 9}, "model_context_window_exceeded", None),
+        ],
+    }
+    script = text_script(tokenizer, "Hello", finish_reason=finish_reason)
+    async with serving_4k(tokenizer, script) as server, client_of(server) as client:
+        for fields, reason, sequence in cases[finish_reason]:
+            answer = await client.messages.create(**{**REQUEST, **fields})
+            assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
+
+
+async def test_limit_beyond_the_context_is_lowered_to_what_fits(tokenizer):
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
+        body = {**REQUEST, "max_tokens": 32000}
+        assert (await server.http.post("/v1/messages", json=body)).status_code == 200
+        (add,) = server.engine.added
+        assert add.max_tokens == 4096 - len(add.token_ids)
+
+
+async def test_conversation_can_be_sent_back_unchanged(tokenizer):
+    templated = with_template(tokenizer, TEMPLATE)
+    text = f"<think>I add.</think>So:{CALL}"
+    script = text_script(templated, text, finish_reason="stop")
+    async with serving_4k(templated, script) as server, client_of(server) as client:
+        first = await client.messages.create(**REQUEST, tools=[TOOL])
+        call = first.content[-1]
+        assert call.type == "tool_use"
+        result: Any = {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Look:"},
+                {"type": "tool_result", "tool_use_id": call.id, "content": "2"},
+            ],
+        }
+        turn: Any = {"role": "assistant", "content": first.content}
+        conversation = [*MESSAGES, turn, result]
+        await client.messages.create(
+            model="m", max_tokens=9, messages=conversation, tools=[TOOL]
+        )
+        prompt = prompt_of(server, templated)
+    function = {"name": "add", "arguments": {"a": 1}}
+    calls = json.dumps([{"id": call.id, "type": "function", "function": function}])
+    assert prompt == (
+        f"user:1 + 1?|||;assistant:So:|I add.||{calls};tool:2||{call.id}|;"
+        "user:Look:|||;1,,"
+    )
+
+
+# Fields of a request, and its prompt.
+PROMPTS: Any = [
+    ({}, "user:1 + 1?|||;,,"),
+    ({"system": "Be kind."}, "system:Be kind.|||;user:1 + 1?|||;,,"),
+    (
+        {"system": [{"type": "text", "text": t} for t in ("Be", "kind.")]},
+        "system:Be\nkind.|||;user:1 + 1?|||;,,",
+    ),
+    (
+        {"messages": [*MESSAGES, {"role": "user", "content": "Now."}]},
+        "user:1 + 1?\nNow.|||;,,",
+    ),
+    (
+        {
+            "messages": [
+                *MESSAGES,
+                {"role": "system", "content": "Be short."},
+                *MESSAGES,
+            ]
+        },
+        "user:1 + 1?|||;system:Be short.|||;user:1 + 1?|||;,,",
+    ),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "user:1 + 1?|||;,True,"),
+    ({"thinking": {"type": "disabled"}}, "user:1 + 1?|||;,False,"),
+    ({"output_config": {"effort": "high"}}, "user:1 + 1?|||;,True,high"),
+    (
+        {
+            "messages": [
+                *MESSAGES,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "redacted_thinking", "data": "x"}],
+                },
+                *MESSAGES,
+            ]
+        },
+        "user:1 + 1?|||;assistant:|||;user:1 + 1?|||;,,",
+    ),
+    ({"tools": [TOOL], "tool_choice": {"type": "none"}}, "user:1 + 1?|||;,,"),
+]
+
+
+async def test_request_becomes_a_prompt_and_its_tokens_are_counted(tokenizer):
+    templated = with_template(tokenizer, TEMPLATE)
+    async with (
+        serving_4k(templated, text_script(templated, "x")) as server,
+        client_of(server) as client,
+    ):
+        for fields, prompt in PROMPTS:
+            counted = {**REQUEST, **fields}
+            answer = await client.messages.create(**counted)
+            del counted["max_tokens"]
+            count = await client.messages.count_tokens(**counted)
+            assert prompt_of(server, templated) == prompt
+            usage = answer.usage
+            assert count.input_tokens == len(server.engine.added[-1].token_ids)
+            num_read = usage.cache_read_input_tokens
+            assert count.input_tokens == usage.input_tokens + num_read
+
+
+async def test_answer_continues_the_assistants_last_message(tokenizer):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    templated = with_template(tokenizer, template)
+    turn: Any = {"role": "assistant", "content": "It is "}
+    async with (
+        serving_4k(templated, text_script(templated, "2")) as server,
+        client_of(server) as client,
+    ):
+        await client.messages.create(**{**REQUEST, "messages": [*MESSAGES, turn]})
+        assert prompt_of(server, templated) == "<user>1 + 1?</><assistant>It is "
+
+
+@pytest.mark.parametrize(
+    ("choice", "grammar", "text"),
+    [
+        ({"type": "tool", "name": "add"}, "json_schema", '{"a": 1}'),
+        ({"type": "any"}, "calls", '[{"name": "add", "parameters": {"a": 1}}]'),
+        ({"type": "auto", "disable_parallel_tool_use": True}, None, f"{CALL}{CALL}"),
+    ],
+)
+async def test_tool_call_can_be_required(tokenizer, choice, grammar, text):
+    script = text_script(tokenizer, text, finish_reason="stop")
+    async with serving_4k(tokenizer, script) as server, client_of(server) as client:
+        answer = await client.messages.create(
+            **REQUEST, tools=[TOOL], tool_choice=choice
+        )
+        assert shown(answer) == ['tool_use:{"a": 1}']
+        assert answer.stop_reason == "tool_use"
+        actual = server.engine.added[0].sampling.grammar
+        assert (actual and actual.kind) == grammar
+
+
+async def test_arguments_that_are_cut_off_are_marked_as_invalid(tokenizer):
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1'
+    script = text_script(tokenizer, text, finish_reason="length")
+    async with serving_4k(tokenizer, script) as server, client_of(server) as client:
+        request = {**REQUEST, "tools": [TOOL], "max_tokens": len(text)}
+        answer = await client.messages.create(**request)
+        assert answer.stop_reason == "max_tokens"
+        assert answer.content[0].input == {"INVALID_JSON": '{"a": 1'}
+
+
+async def test_numbers_of_a_call_reach_the_client_as_the_model_wrote_them(tokenizer):
+    number = "0.30000000000000004441"
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>'
+    script = text_script(tokenizer, text, finish_reason="stop")
+    async with serving_4k(tokenizer, script) as server:
+        body = {**REQUEST, "tools": [TOOL]}
+        response = await server.http.post("/v1/messages", json=body)
+        assert f'"input":{{"a": {number}}}' in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_that_the_client_omits_has_a_block_without_text(
+    tokenizer, stream
+):
+    templated = with_template(tokenizer, TEMPLATE)
+    script = text_script(templated, "<think>I add.</think>2", finish_reason="stop")
+    thinking: Any = {"type": "adaptive", "display": "omitted"}
+    async with serving_4k(templated, script) as server, client_of(server) as client:
+        async with client.messages.stream(**REQUEST, thinking=thinking) as events_:
+            answer = await events_.get_final_message()
+        if not stream:
+            answer = await client.messages.create(**REQUEST, thinking=thinking)
+        thought, text = answer.content
+        assert (thought.thinking, text.text) == ("", "2") and thought.signature
+
+
+async def test_answer_can_be_required_to_match_a_schema(tokenizer):
+    script = text_script(tokenizer, '{"title": "Hi"}', finish_reason="stop")
+    async with serving_4k(tokenizer, script) as server:
+        body = agent_request("title", model="m", stream=False)
+        response = await server.http.post("/v1/messages", json=body)
+        assert response.status_code == 200, response.text
+        (add,) = server.engine.added
+        assert add.sampling.grammar.kind == "json_schema"
+        config = {"format": {"type": "json_schema", "schema": {"$ref": "x"}}}
+        body = {**REQUEST, "output_config": config}
+        refused = await server.http.post("/v1/messages", json=body)
+        assert refused.json()["error"]["param"] == "output_config.format.schema"
+
+
+# -- caching
+
+
+@pytest.mark.parametrize(
+    ("control", "created", "input_tokens"), [(None, 0, 7), ({}, 7, 0)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_adds_up_to_the_prompt(
+    tokenizer, control, created, input_tokens, stream
+):
+    """The engine reports 5 cached tokens of the 12 of `user:1 + 1?;`."""
+    usage = KVUsage(skipped=5, recomputed=7, cached_tokens=5)
+    deltas = [{"token_ids": [70], "usage": usage}, end(usage=usage)]
+    block: Any = {"type": "text", "text": "1 + 1?"}
+    if control is not None:
+        block["cache_control"] = {"type": "ephemeral", "ttl": "1h", **control}
+    request = {**REQUEST, "messages": [{"role": "user", "content": [block]}]}
+    async with (
+        serving_4k(tokenizer, scripted(*deltas)) as server,
+        client_of(server) as client,
+    ):
+        if stream:
+            async with client.messages.stream(**request) as stream_events:
+                actual = (await stream_events.get_final_message()).usage
+                first = stream_events.response
+        else:
+            actual = (await client.messages.create(**request)).usage
+        assert actual.cache_read_input_tokens == 5
+        assert actual.cache_creation_input_tokens == created
+        assert actual.input_tokens == input_tokens
+        assert actual.cache_creation.ephemeral_1h_input_tokens == created
+        assert actual.output_tokens == 1
+        if stream:
+            assert first.status_code == 200
+        raw = await server.http.post("/v1/messages", json={**request, "stream": True})
+        start = events(raw)[0][1]["message"]["usage"]
+        assert start["cache_read_input_tokens"] == 5
+
+
+async def test_cache_control_reaches_the_engine_as_a_hint(tokenizer):
+    hour: Any = {"type": "ephemeral", "ttl": "1h"}
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
+        system = [{"type": "text", "text": "12345678", "cache_control": hour}]
+        block = {"type": "text", "text": "12", "cache_control": {"type": "ephemeral"}}
+        body = {
+            **REQUEST,
+            "system": system,
+            "messages": [{"role": "user", "content": [block]}],
+        }
+        assert (await server.http.post("/v1/messages", json=body)).status_code == 200
+        assert (await server.http.post("/v1/messages", json=REQUEST)).status_code == 200
+        top_level = {**REQUEST, "cache_control": hour}
+        response = await server.http.post("/v1/messages", json=top_level)
+        assert response.status_code == 200
+        hints = [add.cache_breakpoints for add in server.engine.added]
+        assert hints == [
+            (CacheBreakpoint(3600, 0.8), CacheBreakpoint(300, 1.0)),
+            (),
+            (CacheBreakpoint(3600, 1.0),),
+        ]
+
+
+# -- requests of Claude Code
+
+
+async def test_requests_of_claude_code_are_served_unchanged(tokenizer):
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,context-management-2025-06-27",
+        "authorization": "Bearer x",
+    }
+    async with serving(
+        tokenizer, text_script(tokenizer, "{}"), ready=READY_64K, max_body=1 << 20
+    ) as server:
+        for name in ("first_turn", "second_turn", "title", "quota"):
+            body = agent_request(name, model="m")
+            response = await server.http.post(
+                "/v1/messages?beta=true", json=body, headers=headers
+            )
+            assert response.status_code == 200, (name, response.text)
+            if "context_management" in body:
+                delta = dict(events(response))["message_delta"]
+                assert delta["context_management"] == {"applied_edits": []}
+        counted = await server.http.post(
+            "/v1/messages/count_tokens?beta=true",
+            json=agent_request("count_tokens", model="m"),
+            headers=headers,
+        )
+        assert counted.json()["input_tokens"] > 1000
+
+
+async def test_next_turn_of_claude_code_has_the_prompt_of_the_turn_before(tokenizer):
+    """Neither the line for Anthropic's billing nor the place of `cache_control`
+    changes the prompt.
+    """
+    async with serving(
+        tokenizer, text_script(tokenizer, "x"), ready=READY_64K, max_body=1 << 20
+    ) as server:
+        for name in ("first_turn", "second_turn"):
+            body = agent_request(name, model="m")
+            response = await server.http.post("/v1/messages", json=body)
+            assert response.status_code == 200, response.text
+        first, second = (add.token_ids for add in server.engine.added)
+        assert second[: len(first)] == first and len(second) > len(first)
+
+
+# -- errors
+
+
+async def test_errors_become_exceptions_of_the_client(tokenizer):
+    async with serving(tokenizer, api_key=["secret-key"]) as server:
+        with pytest.raises(anthropic.AuthenticationError) as unauthorized:
+            async with client_of(server, api_key="x") as client:
+                await client.messages.create(**REQUEST)
+        assert unauthorized.value.type == "authentication_error"
+        async with client_of(server, api_key="secret-key") as client:
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await client.messages.create(**{**REQUEST, "model": "gpt-17"})
+            assert unknown.value.type == "not_found_error"
+            assert unknown.value.request_id == unknown.value.body["request_id"]
+            with pytest.raises(anthropic.BadRequestError, match="`foo`") as bad:
+                await client.messages.create(**REQUEST, extra_body={"foo": 1})
+            assert bad.value.type == "invalid_request_error"
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                long: Any = [{"role": "user", "content": "1" * 100}]
+                await client.messages.create(**{**REQUEST, "messages": long})
+            with pytest.raises(anthropic.APIStatusError) as large:
+                huge: Any = [{"role": "user", "content": "1" * 30_000}]
+                await client.messages.create(**{**REQUEST, "messages": huge})
+            assert large.value.type == "request_too_large"
+            with pytest.raises(anthropic.NotFoundError):
+                await client.messages.batches.list()
+        async with client_of(server, auth_token="secret-key", api_key=None) as client:
+            assert (await client.messages.create(**{**REQUEST, "max_tokens": 2})).id
+
+
+async def test_version_that_is_no_date_is_refused(tokenizer):
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
+        for version in ("2023-06-01", "2026-10-21", "latest"):
+            response = await server.http.post(
+                "/v1/messages", json=REQUEST, headers={"anthropic-version": version}
+            )
+            assert (response.status_code == 200) == (version != "latest")
+        assert response.json()["type"] == "error"
+        assert "latest" in response.json()["error"]["message"]
+        other = await server.post(headers={"anthropic-version": "latest"})
+        assert other.status_code == 200
+
+
+async def test_failed_stream_ends_with_an_error_event(tokenizer):
+    async with (
+        serving_4k(tokenizer, failing_after(2, "overloaded")) as server,
+        client_of(server) as client,
+    ):
+        with pytest.raises(anthropic.APIStatusError, match="it broke") as failed:
+            async with client.messages.stream(**REQUEST) as stream:
+                await stream.get_final_message()
+        assert failed.value.type == "overloaded_error"
+        raw = await server.http.post("/v1/messages", json={**REQUEST, "stream": True})
+        name, last = events(raw)[-1]
+        assert name == last["type"] == "error" and last["request_id"]

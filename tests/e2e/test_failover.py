@@ -284,6 +284,23 @@ def test_answer_survives_a_fault(fleet, tiny_model, fault, kind, position):
     )
 
 
+def test_message_survives_a_fault(fleet):
+    content = " ".join(map(str, _PROMPT[:20]))
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 40,
+        "stream": True,
+        "ignore_eos": True,
+        **{name: _SAMPLED[name] for name in ("temperature", "seed")},
+    }
+    path = "/v1/messages"
+    fleet.request(path, body)  # puts the prompt into the prefix cache
+    case = Case("message", path, body, fleet.request(path, body), 20, False)
+    assert "event: message_stop" in case.expected
+    assert not _differences(fleet, [case], "kill")
+
+
 @pytest.fixture(scope="module")
 def cases(fleet: Fleet, tiny_model: Path) -> dict[str, list[Case]]:
     """Return, for each position, the cases of all kinds of answers."""

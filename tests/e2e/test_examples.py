@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LM_EVAL_TASKS = Path(__file__).parent / "lm_eval_tasks"
 TIMEOUT_S = 300
 # The tests below that run each example.
-TESTED = {"chat_stream.py", "structured_output.py", "tools.py"} | {
+TESTED = {"agent.py", "chat_stream.py", "structured_output.py", "tools.py"} | {
     "pd_pair.sh",
     "lm_eval.sh",
 }
@@ -40,6 +41,7 @@ def run(
             **os.environ,
             "PATH": f"{folder}:{os.environ['PATH']}",
             "OPENAI_BASE_URL": f"{cluster.url}/v1",
+            "ANTHROPIC_BASE_URL": cluster.url,
             **(env or {}),
         },
         capture_output=True,
@@ -73,6 +75,13 @@ def test_answer_matches_the_schema(tiny_cluster):
 def test_model_calls_the_function_of_the_program(tiny_cluster):
     first_line = run("tools.py", tiny_cluster).splitlines()[0]
     assert first_line in {"get_weather(Berlin)", "get_weather(Cairo)"}
+
+
+def test_agent_reports_its_cached_tokens(tiny_cluster):
+    for _ in range(2):
+        output = run("agent.py", tiny_cluster)
+    num_prompt, num_read = map(int, re.findall(r"\[(\d+) .* (\d+) of", output)[0])
+    assert 0 < num_read < num_prompt
 
 
 @needs_curl_and_jq

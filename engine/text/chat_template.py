@@ -100,7 +100,7 @@ class ChatTemplate:
             on_piece()
         text = "".join(pieces)
         if continue_final_message:
-            text = _cut_at_end_mark(text)
+            text = _cut_at_end_mark(text, field)
         return text
 
     def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +188,14 @@ def _with_dual_arguments(call: dict[str, Any]) -> dict[str, Any]:
 _END_MARK = "<|baton ends here|> "
 
 
-def _cut_at_end_mark(text: str) -> str:
+def _cut_at_end_mark(text: str, field: str) -> str:
     end = text.rfind(_END_MARK.strip())
     if end < 0:
         refuse(
-            "continue_final_message",
-            "cannot be used with this model: its chat template leaves out the end of "
-            "the last message; set `continue_final_message` to false",
+            field,
+            "end with a message that this model cannot continue: its chat template "
+            "leaves out the end of the last message; end with a message of the user, "
+            "or set `continue_final_message` to false",
         )
     keeps_spaces = text.startswith(_END_MARK, end)
     return text[:end] if keeps_spaces else text[:end].rstrip()

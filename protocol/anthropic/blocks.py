@@ -1,5 +1,6 @@
 """The parts of a request to the Messages API: content blocks, tools and options."""
 
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -123,21 +124,25 @@ class ContentBlock(Strict):
         return self
 
 
-def _check_type(given: Any, types: Any, must_be: str | None) -> None:
+def _check_type(given: Any, types: Collection[str], must_be: str | None) -> None:
     """Raises the error of `fault` if an object has an unknown `type`.
 
     Without this check, the error would be about a member of the unknown type.
     """
-    if not isinstance(given, dict) or given.get("type") in types:
+    if not isinstance(given, dict):
         return
-    if "type" not in given:
-        raise fault("type", f"is missing; it must be {must_be}.")
-    raise fault("type", f"is {short_repr(given['type'])}; it must be {must_be}.")
+    given_type = given.get("type")
+    if isinstance(given_type, str) and given_type in types:
+        return
+    shown = "missing" if given_type is None else short_repr(given_type)
+    raise fault("type", f"is {shown}; it must be {must_be}.")
 
 
 class InputMessage(Strict):
     must_be: ClassVar[str] = "an object with `role` and `content`"
 
+    # Anthropic's API has this member only in blocks.
+    cache_control: CacheControlField = None
     role: Literal["user", "assistant", "system"] = Field(
         description="user, assistant or system"
     )

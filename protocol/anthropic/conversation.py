@@ -171,6 +171,7 @@ def _pieces(
     for message in messages:
         for part in message.blocks:
             yield _num_chars(part), part.cache_control
+        yield 0, message.cache_control
 
 
 def _num_chars(block: ContentBlock) -> int:

@@ -479,6 +479,69 @@ async def test_version_that_is_no_date_is_refused(tokenizer):
         assert other.status_code == 200
 
 
+# Requests with a mistake, and the field that the error names.
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"max_token": 5}, "max_token"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"system": 3}, "system"),
+    ({"system": [{"type": "text", "text": "a", "x": 1}]}, "system[0].x"),
+    ({"cache_control": {"type": "x"}}, "cache_control.type"),
+    ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+    ({"thinking": {"type": "x"}}, "thinking.type"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"metadata": {"x": 1}}, "metadata.x"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+]
+BLOCK = "messages[0].content[0]"
+# Blocks of the user with a mistake, and the member that the error names.
+BLOCK_MISTAKES: list[tuple[Any, str]] = [
+    ({"type": "image", "source": {}}, f"{BLOCK}.type"),
+    ({"type": "document", "source": {}}, f"{BLOCK}.type"),
+    *(({"type": value, "text": "a"}, f"{BLOCK}.type") for value in ({}, [], 3, None)),
+    ({"text": "a"}, f"{BLOCK}.type"),
+    ({"type": "text"}, f"{BLOCK}.text"),
+    ({"type": "text", "text": "a", "x": 1}, f"{BLOCK}.x"),
+    ({"type": "text", "text": "a", "id": "b"}, f"{BLOCK}.id"),
+    ({"type": "tool_use", "id": "a", "name": "b", "input": {}}, f"{BLOCK}.type"),
+    (
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]},
+        f"{BLOCK}.content[0].type",
+    ),
+    ("text", BLOCK),
+]
+
+
+async def test_mistake_is_refused_by_the_name_of_its_field(tokenizer):
+    blocks = [
+        ({"messages": [{"role": "user", "content": [block]}]}, path)
+        for block, path in BLOCK_MISTAKES
+    ]
+    call = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
+    ends_with_call = [*MESSAGES, {"role": "assistant", "content": [call]}]
+    cases = [*MISTAKES, *blocks, ({"messages": ends_with_call}, "messages[1]")]
+    control = {"type": "ephemeral"}
+    text = {"type": "text", "text": "a", "cache_control": control}
+    cases.append(({"system": [text] * 5}, "cache_control"))
+    async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
+        for fields, path in cases:
+            for name in ("", "/count_tokens"):
+                body = {**REQUEST, **fields}
+                if name:
+                    del body["max_tokens"]
+                response = await server.http.post(f"/v1/messages{name}", json=body)
+                if name and path in ("max_tokens", "metadata.x"):
+                    continue
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, path), fields
+                assert f"`{path}`" in error["message"]
+
+
 async def test_failed_stream_ends_with_an_error_event(tokenizer):
     async with (
         serving_4k(tokenizer, failing_after(2, "overloaded")) as server,

@@ -166,13 +166,14 @@ async def test_decimals_beyond_float64_are_enforced_or_refused_by_their_path(tok
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 )
 async def test_no_field_fails_the_server_with_a_number_beyond_float64(tokenizer, path):
     needed = {
         "prompt": '"a"',
         "messages": '[{"role":"user","content":"Hi"}]',
         "input": '"Hi"',
+        "max_tokens": "9",
     }
     used = supported_fields(BODIES[path])
     required_fields = {name: text for name, text in needed.items() if name in used}

@@ -20,16 +20,17 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     input_tokens: int | None = None
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
     output_tokens: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int | None:
         if self.input_tokens is None:
             return self.prompt_tokens
-        num_cached = self.cache_creation_input_tokens + self.cache_read_input_tokens
-        return self.input_tokens + num_cached
+        num_created = self.cache_creation_input_tokens or 0
+        num_read = self.cache_read_input_tokens or 0
+        return self.input_tokens + num_created + num_read
 
 
 class _Response(msgspec.Struct):

@@ -71,6 +71,14 @@ def test_message_is_disaggregated_and_has_the_chats_text(
     assert answer.stop_reason == ("max_tokens" if is_cut else "end_turn")
 
 
+def test_limit_may_exceed_the_context(agent_client, tiny_reference):
+    """Agents send limits for models with longer contexts. The model ends by itself."""
+    ids, text = tiny_reference.answer(_CHAT, 60)
+    assert len(ids) < 60
+    answer = agent_client.messages.create(**{**_REQUEST, "max_tokens": 32_000})
+    assert (answer.content[0].text, answer.stop_reason) == (text, "end_turn")
+
+
 def test_streaming_helper_reads_the_same_message(agent_client, tiny_reference):
     _, text = tiny_reference.answer(_CHAT, 60)
     request = {**_REQUEST, "stop_sequences": ["."]}

@@ -137,6 +137,7 @@ async def test_error_costs_no_tokens(tmp_path):
     ("path", "body", "answer"),
     [
         ("/tokenize", {"prompt": "ab"}, {"count": MUCH, "tokens": []}),
+        ("/v1/messages/count_tokens", {"messages": []}, {"input_tokens": MUCH}),
         ("/detokenize", {"tokens": [1] * MUCH}, {"prompt": "ab"}),
     ],
 )

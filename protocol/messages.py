@@ -177,7 +177,7 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
-    """A wish of the client: the prompt up to a place should stay cached for a time.
+    """The end of a part of the prompt that should stay cached for some time.
 
     This is a hint for retention, never a promise. It comes from `cache_control` of the
     Messages API. So far no engine reads it; only the usage of the response counts it.

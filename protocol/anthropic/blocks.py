@@ -43,7 +43,7 @@ _TYPES_OF_ROLE: Final = {
 
 
 class CacheControl(Strict):
-    """A client's wish that the prompt stays cached up to this place."""
+    """Requests that the prompt stays cached up to this place."""
 
     must_be: ClassVar[str] = 'an object {"type": "ephemeral"}'
 

@@ -2,7 +2,7 @@
 
 Each run of messages of one role is one turn, as in Anthropic's API. A turn of the user
 becomes a message for each tool result, and then one message with the texts, because
-chat templates want the results directly after the calls. A turn of the assistant
+chat templates expect the results directly after the calls. A turn of the assistant
 becomes one message with its texts, its calls and its reasoning.
 """
 

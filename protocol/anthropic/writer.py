@@ -33,8 +33,8 @@ _DELTAS: Final = {
     _TOOL_USE: ("input_json_delta", "partial_json"),
 }
 # The signature of every thinking block. Clients must send a signature back, but Baton
-# accepts any: whoever sends a conversation may write all of it, so a signature would
-# prove nothing that matters.
+# accepts any: a client writes the whole conversation of a request itself, so a signed
+# part of it would prove nothing.
 SIGNATURE = "baton"
 # The members of a message that has not ended.
 _NOT_STOPPED: Final = {"stop_reason": None, "stop_sequence": None}

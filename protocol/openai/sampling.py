@@ -297,7 +297,7 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
 
     @property
     def cache_breakpoints(self) -> tuple[CacheBreakpoint, ...]:
-        """Parts of the prompt that the client wants to stay cached."""
+        """Parts of the prompt that should stay cached."""
         return ()
 
     @property

@@ -26,19 +26,29 @@ and a flag, except for the two exclusive states:
     drained             RECEIVING or QUARANTINED -> FREE
                         no READ can write to the block any more
 
+`allocate` evicts the CACHED block that was used least recently, but blocks with a soft
+pin (kvcache/pins/) only if all others are gone: first those whose pin ends first. A
+pin belongs to a cached block and ends with its mark. Eviction passes over each pinned
+block once: it moves the block from the LRU list to the queue of spared blocks. A spared
+block whose pin has ended is older than all blocks of the LRU list.
+
 Block 0 is the null block. Padding is written to it. The null block is never allocated
 and has no state.
 
 A transition of many blocks is all or nothing: an illegal transition or a repeated id
 raises before anything has changed. One thread owns an allocator; there are no locks. A
 transition costs amortised O(1) per block, because every eviction undoes one earlier
-`mark_cached`.
+`mark_cached`. With pins it costs O(log n) for n pins.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from operator import index
+
+from kvcache.pins.soft_pins import SoftPins
+from kvcache.pins.spared_blocks import SparedBlocks
 
 NULL_BLOCK = 0
 # Largest share of the pool that may be RECEIVING or QUARANTINED; see `can_receive` for
@@ -84,15 +94,19 @@ class BlockAllocator:
 
     Args:
         num_blocks: Blocks of the pool, the null block included; at least 2.
+        clock: Returns the time in seconds, at which pins end.
 
     Attributes:
         on_evict: Called with the id of each evicted block after the block has become
             FREE. The callback may unmark other blocks.
+        num_pinned_evicted: CACHED blocks that became FREE before their pin ended.
     """
 
     on_evict: Callable[[int], None] | None = None
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks is {num_blocks}; use at least 2, because block 0 is the "
@@ -110,8 +124,13 @@ class BlockAllocator:
         # Neighbours in memory then stay neighbours in block tables: transfers need
         # fewer descriptors, and sequences lie on fewer memory pages.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        # The CACHED blocks, in the order of eviction.
+        # The CACHED blocks, in the order of eviction, except the spared ones.
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        # CACHED blocks that eviction has passed over, by the end of their pins.
+        self._spared = SparedBlocks()
+        self._clock = clock
+        self._pins = SoftPins(self.capacity, clock)
+        self.num_pinned_evicted = 0
 
     @property
     def capacity(self) -> int:
@@ -121,7 +140,7 @@ class BlockAllocator:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could return now: FREE and CACHED."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + len(self._evictable) + len(self._spared)
 
     @property
     def is_all_available(self) -> bool:
@@ -132,6 +151,17 @@ class BlockAllocator:
     def num_quarantined(self) -> int:
         """Blocks that READs of given-up pulls may still write to."""
         return self._counts[BlockState.QUARANTINED]
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks with a pin that has not ended."""
+        self._pins.remove_expired()
+        return len(self._pins)
+
+    @property
+    def num_pins_refused(self) -> int:
+        """Pins that were refused because their owner had too many."""
+        return self._pins.num_refused
 
     def can_receive(self, num_blocks: int, *, ignore_receiving: bool = False) -> bool:
         """Whether a pull may read into `num_blocks` more blocks.
@@ -264,15 +294,53 @@ class BlockAllocator:
         A CACHED block becomes FREE.
         """
         (block,) = self._checked("unmark as cached", (block,), self.is_cached)
-        self._cached[block] = False
-        self._update_state(block)
+        self._remove_mark(block)
+
+    def pin(self, blocks: Iterable[int], seconds: float, owner: str = "") -> None:
+        """Lets blocks be evicted later than blocks without a pin, for `seconds`.
+
+        Each block must be marked as cached. Pass the blocks of a prefix in order.
+
+        Args:
+            owner: Pins beyond this owner's share of the pool are counted and ignored.
+        """
+        ids = self._checked("pin", blocks, self.is_cached)
+        pinned = self._pins.pin(ids, seconds, owner)
+        for block in reversed(pinned):  # the first blocks are to be evicted last
+            if block in self._spared:
+                self._spared.remove(block)
+                self._spared.add(block, self._pins.pin_of(block))
 
     def _evict_one(self) -> None:
-        block = next(iter(self._evictable))
-        self._cached[block] = False
-        self._update_state(block)
+        block = self._next_victim()
+        self._remove_mark(block)
         if self.on_evict is not None:
             self.on_evict(block)
+
+    def _next_victim(self) -> int:
+        """The CACHED block to evict next; there must be one."""
+        self._pins.remove_expired()
+        spared = self._spared.first()
+        if spared is not None and spared not in self._pins:
+            return spared
+        while self._evictable:
+            block = next(iter(self._evictable))
+            if block not in self._pins:
+                return block
+            del self._evictable[block]
+            self._spared.add(block, self._pins.pin_of(block))
+        spared = self._spared.first()
+        assert spared is not None
+        return spared
+
+    def _remove_mark(self, block: int) -> None:
+        """Removes the mark of a cached block, and the pin with it."""
+        if block in self._pins:
+            is_lost = self._states[block] is BlockState.CACHED
+            self.num_pinned_evicted += is_lost
+            self._pins.remove(block)
+        self._cached[block] = False
+        self._update_state(block)
 
     def _update_state(self, block: int) -> None:
         """Derives the state of a block from its counts.
@@ -292,7 +360,9 @@ class BlockAllocator:
 
     def _set_state(self, block: int, state: BlockState) -> None:
         old = self._states[block]
-        if old is BlockState.CACHED:
+        if block in self._spared:
+            self._spared.remove(block)
+        elif old is BlockState.CACHED:
             del self._evictable[block]
         if state is BlockState.FREE:
             self._free.append(block)
@@ -369,7 +439,8 @@ class BlockAllocator:
                 "recorded (invariant I1)"
             )
         self._check_list(self._free, BlockState.FREE)
-        self._check_list(self._evictable, BlockState.CACHED)
+        self._check_list([*self._evictable, *self._spared], BlockState.CACHED)
+        self._check_pins()
 
     def _check_list(self, listed: Iterable[int], state: BlockState) -> None:
         blocks = sorted(listed)
@@ -379,6 +450,19 @@ class BlockAllocator:
                 f"the list of {state.name} blocks is {blocks}, but the blocks in that "
                 f"state are {expected} (invariant I2)"
             )
+
+    def _check_pins(self) -> None:
+        problem = self._pins.find_inconsistency()
+        uncached = [block for block in self._pins if not self._cached[block]]
+        if uncached:
+            problem = f"blocks {uncached} are pinned but not cached"
+        for block in self._spared:
+            pin = self._spared.pin_of(block)
+            has_ended = block not in self._pins and pin.expires_at_s <= self._clock()
+            if not has_ended and self._pins.pin_of(block) is not pin:
+                problem = f"block {block} was spared for another pin than it has"
+        if problem is not None:
+            raise IntegrityError(f"pins: {problem}")
 
     def _check_block(self, block: int) -> None:
         """Checks that the state of a block follows from its counts.

@@ -246,6 +246,32 @@ class PrefixIndex:
         cursor.node = node
         self._prune(node)
 
+    def pin(
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        seconds: float,
+        *,
+        owner: str = "",
+        cursor: PrefixCursor | None = None,
+        salt: bytes = b"",
+    ) -> None:
+        """Pins the published blocks of a prefix (kvcache/pins/).
+
+        If a group has a window, only the blocks that a hit of the prefix needs are
+        pinned.
+
+        Args:
+            num_tokens: Length of the prefix.
+            seconds: The blocks are to be evicted later than others for this time.
+            owner: The pins count towards this owner's share of the pool.
+            cursor: The cursor of the sequence, which does not move.
+            salt: As in `match`.
+        """
+        start = PrefixCursor(cursor.node if cursor is not None else None)
+        table = self.match(token_ids, max_tokens=num_tokens, cursor=start, salt=salt)
+        self.allocator.pin(without_null_blocks(table), seconds, owner)
+
     def _key(self, token_ids: Sequence[int], index: int, salt: bytes) -> bytes:
         """The key of a sequence's full block number `index`: the bytes of its tokens.
 

@@ -18,6 +18,7 @@ from kvcache.blocks import (
     IntegrityError,
     OutOfBlocks,
 )
+from kvcache.pins.soft_pins import OWNER_SHARE
 from tests.rigs.examples import examples
 
 FREE = BlockState.FREE
@@ -62,6 +63,10 @@ def test_released_blocks_are_reused_before_new_blocks_in_the_order_of_release():
         lambda a: a._cached.__setitem__(3, True),
         lambda a: a._counts.__setitem__(0, 99),
         lambda a: a._evictable.clear(),
+        lambda a: a._pins._pins.clear(),
+        lambda a: a._pins._num_by_owner.update({"a": 1}),
+        lambda a: a._pins.pin([1], 60.0, "a"),
+        lambda a: a._spared.add(4, a._pins.pin_of(4)),
     ],
 )
 def test_integrity_check_detects_corrupted_state(corrupt):
@@ -69,12 +74,70 @@ def test_integrity_check_detects_corrupted_state(corrupt):
     blocks = allocator.allocate(4)
     allocator.receive([3])
     allocator.mark_cached(4)
+    allocator.pin([4], 60.0, "a")
     allocator.release([4])
     assert blocks == [1, 2, 3, 4]
     allocator.check_integrity()
     corrupt(allocator)
     with pytest.raises(IntegrityError):
         allocator.check_integrity()
+
+
+def cached_blocks(allocator: BlockAllocator, num_blocks: int) -> list[int]:
+    """Returns new CACHED blocks. Eviction would take the last one first."""
+    blocks = allocator.allocate(num_blocks)
+    for block in blocks:
+        allocator.mark_cached(block)
+    allocator.release(blocks)
+    return blocks
+
+
+def evicted_blocks(allocator: BlockAllocator) -> list[int]:
+    """Evicts all CACHED blocks, and returns them in the order of their eviction."""
+    evicted: list[int] = []
+    allocator.on_evict = evicted.append
+    allocator.allocate(allocator.num_available)
+    return evicted
+
+
+def test_pinned_blocks_are_evicted_last_and_in_the_order_in_which_their_pins_end():
+    allocator = BlockAllocator(9)
+    blocks = cached_blocks(allocator, 8)
+    allocator.pin(blocks[:2], 60.0, "a")
+    allocator.pin(blocks[6:], 30.0, "b")
+    assert evicted_blocks(allocator) == [6, 5, 4, 3, 8, 7, 2, 1]
+    assert allocator.num_pinned_evicted == 4
+    assert allocator.num_pinned == 0
+
+
+def test_block_whose_pin_has_ended_is_evicted_like_a_block_without_a_pin():
+    now_s = 0.0
+    allocator = BlockAllocator(9, lambda: now_s)
+    blocks = cached_blocks(allocator, 4)
+    allocator.pin(blocks[2:], 60.0)
+    assert 2 in allocator.allocate(5)  # passes over the pinned blocks
+    assert allocator.num_pinned == 2
+    now_s = 61.0
+    assert allocator.num_pinned == 0
+    assert evicted_blocks(allocator) == [4, 3, 1]
+    assert allocator.num_pinned_evicted == 0
+
+
+def test_owner_pins_at_most_its_share_and_the_end_of_a_prefix_is_refused():
+    now_s = 0.0
+    allocator = BlockAllocator(9, lambda: now_s)
+    blocks = cached_blocks(allocator, 8)
+    allocator.pin(blocks[:6], 60.0, "a")
+    assert allocator.num_pinned == 4
+    assert allocator.num_pins_refused == 2
+    allocator.pin(blocks[4:], 60.0, "b")
+    assert allocator.num_pinned == 8
+    now_s = 30.0
+    allocator.pin(blocks[:4], 60.0, "a")  # needs no more than its share
+    assert allocator.num_pins_refused == 2
+    now_s = 61.0
+    assert allocator.num_pinned == 4
+    assert evicted_blocks(allocator) == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 @dataclass
@@ -88,6 +151,8 @@ class ModelBlock:
     cached: bool = False
     exclusive: BlockState | None = None
     released_at: int = 0
+    owner: str = ""
+    pinned_until_s: float = 0.0
 
     @property
     def state(self) -> BlockState:
@@ -142,7 +207,10 @@ MARKS: dict[str, Rule] = {
         ),
         {"cached": True},
     ),
-    "unmark_cached": (lambda model_block: model_block.cached, {"cached": False}),
+    "unmark_cached": (
+        lambda model_block: model_block.cached,
+        {"cached": False, "pinned_until_s": 0.0},
+    ),
 }
 
 
@@ -156,11 +224,35 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
-        self.evicted: list[int] = []
-        self.allocator = BlockAllocator(num_blocks)
-        self.allocator.on_evict = self.evicted.append
+        self.now_s = 1.0
+        self.num_refused = 0
+        self.num_pinned_evicted = 0
+        self.allocator = BlockAllocator(num_blocks, lambda: self.now_s)
+        self.allocator.on_evict = self.on_evict
         self.model = {block: ModelBlock() for block in range(1, num_blocks)}
         self.clock = 0
+
+    def is_pinned(self, block: int) -> bool:
+        return self.model[block].pinned_until_s > self.now_s
+
+    def num_pins(self, owner: str) -> int:
+        owned = [b for b, m in self.model.items() if m.owner == owner]
+        return sum(map(self.is_pinned, owned))
+
+    def on_evict(self, block: int) -> None:
+        """Checks that no other CACHED block had to be evicted before this one."""
+        victim = self.model[block]
+        assert victim.state is CACHED
+        for other_block, other in self.model.items():
+            if other.state is not CACHED or other_block == block:
+                continue
+            if self.is_pinned(block):
+                assert self.is_pinned(other_block), "a block without a pin was left"
+                assert victim.pinned_until_s <= other.pinned_until_s
+            elif not victim.pinned_until_s and not self.is_pinned(other_block):
+                assert victim.released_at < other.released_at, "not the oldest block"
+        self.num_pinned_evicted += self.is_pinned(block)
+        self.model[block] = ModelBlock()
 
     def apply(
         self,
@@ -197,27 +289,46 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 12))
     def allocate(self, n: int) -> None:
-        free = {b for b, model_block in self.model.items() if model_block.state is FREE}
-        cached = [
-            b for b, model_block in self.model.items() if model_block.state is CACHED
-        ]
-        cached.sort(key=lambda b: self.model[b].released_at)
-        self.evicted.clear()
-        assert self.allocator.can_allocate(n) == (n <= len(free) + len(cached))
-        if n > len(free) + len(cached):
+        counts = Counter(model_block.state for model_block in self.model.values())
+        num_available = counts[FREE] + counts[CACHED]
+        assert self.allocator.can_allocate(n) == (n <= num_available)
+        if n > num_available:
             with pytest.raises(OutOfBlocks):
                 self.allocator.allocate(n)
-            assert not self.evicted
+            assert counts[CACHED] == self.allocator.counts()[CACHED]
             return
-        evicted = cached[: max(0, n - len(free))]
-        allocated = self.allocator.allocate(n)
-        assert self.evicted == evicted
+        allocated = self.allocator.allocate(n)  # evicts by way of `on_evict`
+        num_evicted = counts[CACHED] - self.allocator.counts()[CACHED]
+        assert num_evicted == max(0, n - counts[FREE])
         assert len(set(allocated)) == n
-        assert set(allocated) <= free | set(evicted)
-        for block in evicted:
-            self.model[block] = ModelBlock()
         for block in allocated:
+            assert self.model[block].state is FREE
             self.model[block] = ModelBlock(uses=1)
+
+    @rule(ids=ids, seconds=st.integers(1, 9), owner=st.sampled_from(["a", "b"]))
+    def pin(self, ids: list[int], seconds: int, owner: str) -> None:
+        is_legal = all(b in self.model and self.model[b].cached for b in ids)
+        if len(set(ids)) < len(ids) or not is_legal:
+            with pytest.raises(BlockStateError):
+                self.allocator.pin(ids, seconds, owner)
+            return
+        self.allocator.pin(ids, seconds, owner)
+        for block in ids:
+            model_block = self.model[block]
+            is_extended = self.is_pinned(block) and model_block.owner == owner
+            if self.is_pinned(block) and (
+                model_block.pinned_until_s >= self.now_s + seconds
+            ):
+                continue
+            if is_extended or self.num_pins(owner) < int(len(self.model) * OWNER_SHARE):
+                model_block.owner = owner
+                model_block.pinned_until_s = self.now_s + seconds
+            else:
+                self.num_refused += 1
+
+    @rule(seconds=st.integers(1, 9))
+    def wait(self, seconds: int) -> None:
+        self.now_s += seconds
 
     @rule(
         names=st.lists(st.sampled_from(sorted(TRANSITIONS)), min_size=1, max_size=4),
@@ -233,6 +344,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     )
     def mark(self, name: str, block: int) -> None:
         mark = getattr(self.allocator, name)
+        if name == "unmark_cached" and block in self.model:
+            is_lost = self.model[block].state is CACHED and self.is_pinned(block)
+            self.num_pinned_evicted += is_lost
         self.apply(lambda ids: mark(ids[0]), [block], *MARKS[name])
 
     @invariant()
@@ -249,6 +363,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.counts() == {s: counts[s] for s in BlockState}
         assert sum(self.allocator.counts().values()) == self.allocator.capacity
         assert self.allocator.num_available == counts[FREE] + counts[CACHED]
+        assert self.allocator.num_pinned == sum(map(self.is_pinned, self.model))
+        assert self.allocator.num_pins_refused == self.num_refused
+        assert self.allocator.num_pinned_evicted == self.num_pinned_evicted
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase

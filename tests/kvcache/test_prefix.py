@@ -68,6 +68,48 @@ def test_receiving_block_cannot_be_published_or_matched():
     assert index.match(tokens) == blocks
 
 
+def test_pinned_prefix_is_found_after_all_other_blocks_were_evicted():
+    allocator, index = make(10)
+    tokens = list(range(20))
+    blocks = published(index, tokens)
+    other_blocks = published(index, list(range(50, 66)))
+    allocator.release(blocks)
+    allocator.release(other_blocks)
+    index.pin(tokens, 10, 60.0)  # two full blocks
+    assert allocator.num_pinned == 2
+    allocator.allocate(7)
+    assert index.match(tokens) == blocks[:2]
+    allocator.allocate(1)  # only pinned blocks were left: the end of the prefix goes
+    assert index.match(tokens) == blocks[:1]
+    index.check_integrity()
+
+
+def test_pin_counts_only_for_the_published_block_of_the_same_salt():
+    allocator, index = make()
+    tokens = list(range(8))
+    published(index, tokens)
+    index.pin(tokens, 8, 60.0, salt=b"salt")
+    assert allocator.num_pinned == 0
+    duplicates = allocator.allocate(2)
+    cursor = PrefixCursor()
+    index.publish(tokens, duplicates, cursor=cursor)
+    index.pin(tokens, 8, 60.0, cursor=cursor)
+    assert allocator.num_pinned == 2
+    allocator.release(duplicates)
+    allocator.check_integrity()
+
+
+def test_only_the_window_that_a_hit_needs_is_pinned():
+    allocator = BlockAllocator(20)
+    index = PrefixIndex(allocator, BLOCK, KVGroups((None, 4)))
+    tokens = list(range(16))
+    index.publish(tokens, allocator.allocate(8), cursor=PrefixCursor())
+    index.pin(tokens, 16, 60.0)
+    # Four blocks of the first group, and the last one of the group with the window.
+    assert allocator.num_pinned == 5
+    index.check_integrity()
+
+
 @pytest.mark.parametrize("tokens", [[], list(range(7)), list(range(50, 58))])
 def test_published_block_cannot_be_published_for_other_tokens(tokens):
     _, index = make()
@@ -111,6 +153,7 @@ class LookUpMachine(RuleBasedStateMachine):
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
     # One salt is a prefix of another one, and one equals the bytes of a token.
     salts = st.sampled_from([b"", b"salt", b"salted", bytes(8)])
+    now_s = 0.0
 
     @rule(target=waiting, tokens=tokens, salt=salts)
     def wait(self, tokens: list[int], salt: bytes) -> object:
@@ -123,6 +166,30 @@ class LookUpMachine(RuleBasedStateMachine):
         tokens, salt, cursor = sequence
         table = self.index.match(tokens, max_tokens=limit, cursor=cursor, salt=salt)
         assert table == self.expected(tokens, min(limit, len(tokens)), salt)
+
+    @rule(
+        sequence=waiting,
+        num_tokens=st.integers(0, 14),
+        seconds=st.integers(1, 9),
+        owner=st.sampled_from(["a", "b"]),
+    )
+    def pin(
+        self,
+        sequence: tuple[list[int], bytes, PrefixCursor],
+        num_tokens: int,
+        seconds: int,
+        owner: str,
+    ) -> None:
+        tokens, salt, cursor = sequence
+        node = cursor.node
+        self.index.pin(
+            tokens, num_tokens, seconds, owner=owner, cursor=cursor, salt=salt
+        )
+        assert cursor.node is node
+
+    @rule(seconds=st.integers(1, 9))
+    def skip(self, seconds: int) -> None:
+        self.now_s += seconds
 
     @invariant()
     def integrity(self) -> None:
@@ -147,7 +214,7 @@ class PrefixMachine(LookUpMachine):
     @initialize(num_blocks=st.integers(4, 14), block_size=st.integers(1, 3))
     def start(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.allocator = BlockAllocator(num_blocks)
+        self.allocator = BlockAllocator(num_blocks, lambda: self.now_s)
         self.index = self.index_type(self.allocator, block_size)
         self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
 
@@ -292,7 +359,7 @@ class WindowMachine(LookUpMachine):
     def start(self, num_blocks: int, size: int, windows: tuple[int | None, ...]):
         self.size = size
         self.groups = KVGroups(windows)
-        self.allocator = BlockAllocator(num_blocks)
+        self.allocator = BlockAllocator(num_blocks, lambda: self.now_s)
         self.index = PrefixIndex(self.allocator, size, self.groups)
         self.content: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
 

@@ -1,0 +1,1 @@
+"""Soft pins of cached blocks."""

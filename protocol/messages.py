@@ -193,6 +193,20 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
     prompt_share: float
 
 
+class Retention(msgspec.Struct, frozen=True, array_like=True):
+    """Asks an engine to evict the KV of a prompt's beginning later than other KV.
+
+    It is a soft pin (kvcache/pins/), not a promise.
+
+    Attributes:
+        num_tokens: Number of prompt tokens, from the first one on.
+        seconds: Time from the end of the prompt's computation.
+    """
+
+    num_tokens: int
+    seconds: float
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     """A request to the engine: one prompt, from which one or more choices are sampled.
 
@@ -215,7 +229,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         cache_hit_threshold: Share of the tokens that must be cached or pulled; the
             request otherwise ends with CACHE_MISS. 0: no threshold.
         share: Identifies the client's API key. The engine is shared equally among the
-            keys with waiting requests.
+            keys with waiting requests. Also the owner of the pins of `retention`.
+        retention: Parts of the prompt to keep in the prefix cache.
         resumed_choices: Per choice, the tokens that another server has already
             generated; empty for a new request.
         retain_kv: Prefill role: lease the KV and answer with kv_transfer_params.
@@ -243,6 +258,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()
     cache_hit_threshold: float = 0.0
     share: str = ""
+    retention: list[Retention] = []
     resumed_choices: list[ResumedChoice] = []
     retain_kv: bool = False
     transfer_id: str | None = None

@@ -134,6 +134,13 @@ TABLE = (
          "KV blocks by state: free, used, cached, leased, receiving, quarantined.",
          ("state",)),
     Spec("baton_kv_blocks_capacity", "gauge", "engine", "KV blocks in the pool."),
+    Spec("baton_kv_blocks_pinned", "gauge", "engine",
+         "Blocks in the prefix cache that requests asked to keep (soft pins)."),
+    Spec("baton_kv_pins_refused", "counter", "engine",
+         "Blocks that were not pinned, because their owner had pinned its share."),
+    Spec("baton_kv_pinned_evicted", "counter", "engine",
+         "Pinned blocks that were evicted before their time, because only pinned "
+         "blocks were left."),
     Spec("baton_kv_block_size_tokens", "gauge", "engine", "Tokens in one KV block."),
     Spec("baton_prefix_cache_query_tokens", "counter", "engine",
          "Prompt tokens looked up in the prefix cache."),

@@ -1,5 +1,5 @@
 """Decides which cached blocks a sequence starts from, and whether it waits for a
-running sequence that computes the same prefix.
+running sequence that computes the same prefix. Publishes and pins computed blocks.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _MIN_SHARED_TOKENS = 256
 
 
 class PrefixSharing:
-    """Prefix lookups of one scheduler.
+    """Prefix lookups of one scheduler, and its changes of the prefix index.
 
     Args:
         prefix: the prefix index; None if caching is off.
@@ -52,6 +52,40 @@ class PrefixSharing:
             cursor=sequence.prefix_cursor,
             salt=sequence.request.cache_salt,
         )
+
+    def publish(self, sequence: Sequence, num_before: int) -> None:
+        """Adds the blocks that became full to the prefix index (invariant I4 of
+        docs/design.md). Sets the pins of the request once its prompt has KV.
+
+        Args:
+            num_before: tokens with KV before the step or pull.
+        """
+        if self._prefix is None:
+            return
+        num_full = sequence.num_computed // self._limits.block_size
+        if num_full != num_before // self._limits.block_size:
+            self._prefix.publish(
+                sequence.token_ids,
+                self._tables.publishable(sequence, num_full),
+                cursor=sequence.prefix_cursor,
+                salt=sequence.request.cache_salt,
+            )
+        is_complete = sequence.num_computed >= sequence.num_prompt_tokens
+        if is_complete and not sequence.has_pinned:
+            self._pin(self._prefix, sequence)
+
+    def _pin(self, prefix: PrefixIndex, sequence: Sequence) -> None:
+        request = sequence.request
+        for retention in request.retention:
+            prefix.pin(
+                sequence.token_ids,
+                min(retention.num_tokens, sequence.num_prompt_tokens),
+                retention.seconds,
+                owner=request.share,
+                cursor=sequence.prefix_cursor,
+                salt=request.cache_salt,
+            )
+        sequence.has_pinned = True
 
     def should_wait(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a sequence should wait, because a running sequence computes a large

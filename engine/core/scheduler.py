@@ -442,20 +442,13 @@ class Scheduler:
         self._publish(sequence, num_before)
 
     def _publish(self, sequence: Sequence, num_before: int) -> None:
-        """Adds the blocks that became full to the prefix index (invariant I4 of
-        docs/design.md), and releases the blocks that are no longer needed.
+        """Adds the blocks that became full to the prefix index, and releases the blocks
+        that are no longer needed.
 
         Args:
             num_before: tokens with KV before the step or pull.
         """
-        num_full = sequence.num_computed // self.limits.block_size
-        if self.prefix is not None and num_full != num_before // self.limits.block_size:
-            self.prefix.publish(
-                sequence.token_ids,
-                self.tables.publishable(sequence, num_full),
-                cursor=sequence.prefix_cursor,
-                salt=sequence.request.cache_salt,
-            )
+        self._sharing.publish(sequence, num_before)
         self.ledger.release(sequence, self.tables.take_passed_blocks(sequence))
 
     # -- ends ---------------------------------------------------------------------
@@ -487,6 +480,9 @@ class Scheduler:
         }
         values["baton_kv_blocks_capacity"] = self.allocator.capacity
         values["baton_kv_block_size_tokens"] = self.limits.block_size
+        values["baton_kv_blocks_pinned"] = self.allocator.num_pinned
+        values["baton_kv_pins_refused"] = self.allocator.num_pins_refused
+        values["baton_kv_pinned_evicted"] = self.allocator.num_pinned_evicted
         values["baton_requests_running"] = len(self.running)
         values["baton_requests_waiting"] = len(self.waiting)
         values["baton_requests_receiving"] = len(self.receiving)

@@ -95,6 +95,7 @@ class Sequence:
     awaited_row: int = 0  # index of the awaited token among the draws of its step
     last_step: int = 0  # number of the latest launched step that refers to the blocks
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
+    has_pinned: bool = False  # whether the pins of `request.retention` were set
     times: PhaseTimes = field(default_factory=PhaseTimes)
     queued_s: float = 0.0  # monotonic time at which the sequence last began to wait
     # How many times later requests have overtaken this sequence in the queue. One
@@ -298,6 +299,7 @@ class Sequence:
         self.token_ids[:0] = parent.request.token_ids
         self.first_output = self.num_prompt_tokens
         self.accounting = parent.accounting.copy()
+        self.has_pinned = parent.has_pinned
 
     def reset_blocks(self) -> None:
         """Forgets the blocks, which are back in the allocator, and the progress that

@@ -37,7 +37,7 @@ from protocol.errors import BatonError
 from protocol.http.deadlines import deadline_of, enforce_deadline
 from protocol.http.endpoints import Endpoint
 from protocol.kv_params import sender_releases
-from protocol.messages import AddRequest, ReleaseRemote
+from protocol.messages import AddRequest, ReleaseRemote, Retention
 from protocol.openai.sampling import GenerationRequest
 from protocol.openai.structured import GuidedDecoding
 from protocol.process.logging import current_request_id
@@ -200,21 +200,27 @@ async def _prepare(
         num_prompt_tokens=sum(map(len, prompts)),
         num_output_tokens=sum(limits) * parsed.num_candidates,
     )
+    retentions = await api.text_encoder.retentions(parsed, prompts, num_bytes)
     # `_make_adds` tokenizes the bad words, so its cost depends on their length.
     num_chars = sum(map(len, parsed.bad_words))
-    make_adds = partial(_make_adds, api, parsed, prompts, limits)
+    make_adds = partial(_make_adds, api, parsed, prompts, limits, retentions)
     adds = await api.text_encoder.run(num_chars, make_adds)
     return parsed, adds
 
 
 def _make_adds(
-    api: Api, parsed: GenerationRequest, prompts: list[list[int]], limits: list[int]
+    api: Api,
+    parsed: GenerationRequest,
+    prompts: list[list[int]],
+    limits: list[int],
+    retentions: list[list[Retention]],
 ) -> list[AddRequest]:
     """Return the engine's request for each prompt.
 
     Args:
         prompts: the token ids of each prompt.
         limits: for each prompt, how many tokens each of its choices may have at most.
+        retentions: for each prompt, the parts of it to keep in the prefix cache.
     """
     sampling = parsed.sampling_params(
         parsed.seed if parsed.seed is not None else secrets.randbits(63)
@@ -241,6 +247,7 @@ def _make_adds(
             priority=parsed.priority,
             cache_breakpoints=parsed.cache_breakpoints,
             cache_hit_threshold=parsed.cache_hit_threshold,
+            retention=retentions[index],
         )
         for index, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
     ]

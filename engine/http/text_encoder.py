@@ -12,6 +12,7 @@ Text in a message that looks like a control token is tokenized as text
 (engine/text/special_splitter.py).
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,8 +32,10 @@ from engine.text.special_splitter import SpecialTokenSplitter, create_splitter
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import add_tools
 from protocol.errors import ContextLengthExceeded, InvalidRequest
+from protocol.messages import Retention
 from protocol.openai.chat import ChatRequest
 from protocol.openai.completions import CompletionRequest
+from protocol.openai.prompt_cache import CacheMark
 from protocol.openai.sampling import GenerationRequest
 from protocol.settings.settings import EngineSettings
 
@@ -136,6 +139,75 @@ class TextEncoder:
             parsed, num_bytes, max_model_len, unchecked_chars, limit
         )
 
+    async def retentions(
+        self, parsed: GenerationRequest, prompts: list[list[int]], num_bytes: int
+    ) -> list[list[Retention]]:
+        """Return the parts of each prompt that the request asks to keep.
+
+        Args:
+            prompts: the token ids of each prompt.
+            num_bytes: the size of the request's body.
+        """
+        all_retentions: list[list[Retention]] = [[] for _ in prompts]
+        if parsed.prompt_retention_s is not None:
+            for ids, retentions in zip(prompts, all_retentions, strict=True):
+                retentions.append(Retention(len(ids), parsed.prompt_retention_s))
+        if not isinstance(parsed, ChatRequest):
+            return all_retentions
+        (ids,) = prompts
+        marks = parsed.cache_marks
+        inner_marks = [mark for mark in marks if not parsed.ends_at(mark)]
+        all_retentions[0] += [
+            Retention(len(ids), mark.seconds)
+            for mark in marks
+            if mark not in inner_marks
+        ]
+        # Truncation removes the beginning of a prompt, so the part before a mark is of
+        # no use to the next request.
+        if inner_marks and parsed.truncate_prompt_tokens is None:
+            find = partial(self._find_marks, parsed, inner_marks, len(ids))
+            all_retentions[0] += await self.run_python(num_bytes, find)
+        return all_retentions
+
+    def _find_marks(
+        self, parsed: ChatRequest, marks: list[CacheMark], num_ids: int
+    ) -> list[Retention]:
+        """Return the parts of a prompt that end at marks.
+
+        The text up to a mark is what the whole prompt and a prompt that ends at the
+        mark have in common. The shorter side of the text is tokenized, so the result
+        may be wrong by the token at the mark. A mark is left out if the template does
+        not write so few messages.
+
+        Args:
+            num_ids: the number of tokens of the whole prompt.
+        """
+        (text,) = self._render(parsed)
+        encode_text = self._encode_function(parsed)
+        retentions = []
+        for mark in marks:
+            raise_if_abandoned()
+            try:
+                (marked,) = self._render(parsed.up_to(mark))
+            except InvalidRequest:
+                continue
+            assert isinstance(text, str) and isinstance(marked, str)
+            num_chars = _common_length(text, marked)
+            if 2 * num_chars < len(text):
+                num_tokens = len(encode_text(text[:num_chars]))
+            else:
+                num_tokens = num_ids - len(encode_text(text[num_chars:]))
+            retentions.append(Retention(max(num_tokens, 0), mark.seconds))
+        return retentions
+
+    def _encode_function(
+        self, parsed: ChatRequest | CompletionRequest
+    ) -> Callable[[str], list[int]]:
+        encoder: Tokenizer | SpecialTokenSplitter = self._tokenizer
+        if isinstance(parsed, ChatRequest) and self._splitter is not None:
+            encoder = self._splitter
+        return partial(encoder.encode, add_special_tokens=parsed.add_special_tokens)
+
     async def _without_oldest(
         self, parsed: ChatRequest, num_bytes: int, max_model_len: int, limit: int
     ) -> list[int]:
@@ -191,12 +263,7 @@ class TextEncoder:
         if isinstance(parsed, CompletionRequest) and not any(client_texts(parsed)):
             num_bytes = 0  # token ids need no rendering
         max_chars = max(unchecked_chars, _LIKELY_CHARS_PER_TOKEN * max_model_len)
-        encoder: Tokenizer | SpecialTokenSplitter = self._tokenizer
-        if isinstance(parsed, ChatRequest) and self._splitter is not None:
-            encoder = self._splitter
-        encode_text = partial(
-            encoder.encode, add_special_tokens=parsed.add_special_tokens
-        )
+        encode_text = self._encode_function(parsed)
 
         def render() -> Sequence[str | list[int]]:
             prompts = self._render(parsed)
@@ -264,6 +331,12 @@ class TextEncoder:
 
     def _without_marks(self, text: str) -> str:
         return text if self._splitter is None else self._splitter.without_marks(text)
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return the length of the longest common beginning of two texts."""
+    lengths = range(min(len(first), len(second)) + 1)
+    return bisect_right(lengths, False, key=lambda n: first[:n] != second[:n]) - 1
 
 
 def _truncated(

@@ -1,11 +1,13 @@
 """The request body of /v1/chat/completions."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
+from protocol.openai.prompt_cache import RETENTION_S, CacheMark, Marked
 from protocol.openai.requests import ReadFrom, Strict, fault, neutral, refuse
 from protocol.openai.sampling import (
     MAX_TOP_LOGPROBS,
@@ -31,7 +33,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
-    cache_control: Any = UNREAD
+    cache_control: Marked = None
 
 
 class Thought(Strict):
@@ -136,7 +138,7 @@ class Message(Strict):
         list[ToolCall] | None, ReadFrom(_Calls, lambda calls: calls or None)
     ] = Field(None, description="a list, in an assistant's message only")
     tool_call_id: Text = None
-    cache_control: Any = UNREAD  # not needed: all prompts use the prefix cache
+    cache_control: Marked = None
     provider_specific_fields: Any = UNREAD  # litellm adds this to earlier answers
     parsed: Any = UNREAD  # OpenAI's client puts the content here as an object
     annotations: Any = neutral([])
@@ -164,6 +166,23 @@ class Message(Strict):
         parts = self.thinking_blocks or self.content_ or ""
         blocks = "" if isinstance(parts, str) else join_texts(parts, Thought)
         return self.reasoning or self.reasoning_content or blocks
+
+    def cache_marks(self, num_messages: int) -> Iterator[CacheMark]:
+        """Yields the marks of the message, which is number `num_messages`, in order."""
+        parts = self.content_ if isinstance(self.content_, list) else []
+        for number, part in enumerate(parts, 1):
+            if isinstance(part, TextPart) and part.cache_control is not None:
+                num_parts = None if number == len(parts) else number
+                yield CacheMark(part.cache_control.seconds, num_messages, num_parts)
+        if self.cache_control is not None:
+            yield CacheMark(self.cache_control.seconds, num_messages)
+
+    def first_parts(self, num_parts: int | None) -> Self:
+        """Returns the message with only the first parts of its content; None: all."""
+        if num_parts is None:
+            return self
+        assert isinstance(self.content_, list)
+        return self.model_copy(update={"content_": self.content_[:num_parts]})
 
     @property
     def template_message(self) -> dict[str, Any]:
@@ -272,6 +291,44 @@ class ChatRequest(PromptFields, GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def cache_marks(self) -> list[CacheMark]:
+        """The parts of the conversation to keep: the longest one for each duration.
+
+        Chat templates write the tools before or after the system messages, or into the
+        first message. So the mark of a tool stands for the system messages, or for the
+        first message if there are none.
+        """
+        marks: dict[int, CacheMark] = {}
+        num_system = 0
+        for message in self.messages:
+            if message.role not in ("system", "developer"):
+                break
+            num_system += 1
+        for tool in self.tools or ():
+            if tool.get("cache_control") is not None:
+                seconds = RETENTION_S[tool["cache_control"].get("ttl") or "5m"]
+                marks[seconds] = CacheMark(seconds, max(num_system, 1))
+        for number, message in enumerate(self.messages, 1):
+            for mark in message.cache_marks(number):
+                marks[mark.seconds] = mark
+        return list(marks.values())
+
+    def ends_at(self, mark: CacheMark) -> bool:
+        """Whether a mark is at the end of the conversation."""
+        return mark.num_parts is None and mark.num_messages == len(self.messages)
+
+    def up_to(self, mark: CacheMark) -> Self:
+        """Returns the request with only the messages of a mark, to be rendered."""
+        *messages, last = self.messages[: mark.num_messages]
+        return self.model_copy(
+            update={
+                "messages": [*messages, last.first_parts(mark.num_parts)],
+                "add_generation_prompt": False,
+                "continue_final_message": False,
+            }
+        )
 
     @property
     def template_options(self) -> dict[str, Any]:

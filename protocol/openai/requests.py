@@ -5,7 +5,7 @@ wrong value ends with the description, which also appears in the OpenAPI documen
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar, get_args
 
@@ -43,7 +43,7 @@ class Strict(BaseModel):
         summary: A sentence that describes the endpoint.
         must_be: The requirement in error messages, if a value is not such an object.
         reported_whole: Only for objects in a list: if a member is wrong, the error
-            message shows the whole object.
+            message shows the whole object. But not if the member is an object itself.
         keeps_null: Names of the members for which null and absence differ.
     """
 
@@ -315,7 +315,7 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
     value = body
     must_be = model.must_be
     classes = [model]  # classes that are allowed for the value
-    for part in item["loc"]:
+    for index, part in enumerate(item["loc"], 1):
         if isinstance(part, int):
             path = f"{path}[{part}]"
             value = value[part]
@@ -331,8 +331,11 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
             value = value.get(part)
             must_be = field.description or "left out"
             classes = list(_object_classes(field))
-        if not classes or (isinstance(part, int) and classes[0].reported_whole):
+        if not classes:
             break
+        if isinstance(part, int) and classes[0].reported_whole:
+            if not _names_object(classes, item["loc"][index:]):
+                break
     else:
         if item["type"] == _FAULT:
             name = item["ctx"]["name"]
@@ -342,6 +345,16 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
                 f"`{shown}` {problem}", param=f"{path}.{name[:80]}".lstrip(".")
             )
     return wrong_value(path, value, must_be)
+
+
+def _names_object(classes: list[type[Strict]], names: Sequence[int | str]) -> bool:
+    """Whether one of these names is a member of these classes that is an object."""
+    return any(
+        name in _fields(cls) and any(_object_classes(_fields(cls)[name]))
+        for cls in classes
+        for name in names
+        if isinstance(name, str)
+    )
 
 
 def _object_classes(kind: Any) -> Iterator[type[Strict]]:

@@ -12,6 +12,11 @@ from pydantic import Field, model_validator
 
 from protocol.cache_salt import MAX_CHARS
 from protocol.messages import CacheBreakpoint, SamplingParams
+from protocol.openai.prompt_cache import (
+    RETENTION_S,
+    PromptCacheKey,
+    PromptCacheRetention,
+)
 from protocol.openai.requests import ModelName, ReadFrom, Strict, fault, neutral, refuse
 from protocol.openai.structured import StructuredFields
 from protocol.openai.truncation import max_prompt_tokens
@@ -208,8 +213,8 @@ class CommonFields(Strict):
     store: Switch = False  # responses are never stored
     service_tier: UnreadText = None
     safety_identifier: UnreadText = None
-    prompt_cache_key: UnreadText = None
-    prompt_cache_retention: UnreadText = None
+    prompt_cache_key: PromptCacheKey = None
+    prompt_cache_retention: PromptCacheRetention = None
     prompt_cache_options: Any = UNREAD
     cache_salt: CacheSalt = None
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
@@ -225,6 +230,12 @@ class CommonFields(Strict):
         """
         params = self.kv_transfer_params
         return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+    @property
+    def prompt_retention_s(self) -> int | None:
+        """Seconds for which the client asks to keep the whole prompt, or None."""
+        retention = self.prompt_cache_retention
+        return None if retention is None else RETENTION_S[retention]
 
     def check(self) -> None:
         is_given = "stream_options" in self.model_fields_set

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 
 from protocol import exact_json
 from protocol.messages import DemandedCalls, Grammar
+from protocol.openai.prompt_cache import Marked
 from protocol.openai.requests import ReadFrom, Strict, refuse, wrong_value
 from protocol.openai.structured import GuidedDecoding
 from protocol.short_repr import short_repr
@@ -55,6 +56,7 @@ class Tool(Strict):
 
     type: Literal["function"] = Field(description="function")
     function: Function = Field(description="an object with `name`")
+    cache_control: Marked = None
 
 
 OfferedTools = Annotated[

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
-from protocol.messages import AddRequest, TokenDelta
+from protocol.messages import AddRequest, Retention, TokenDelta
 from tests.rigs.http_server import Server, serving_4k, text_script, with_template
 
 COMPLETIONS, CHAT, RESPONSES = (
@@ -28,6 +28,10 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|\
 HISTORY = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 THOUGHT = {"type": "thinking", "thinking": "hm"}
 CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+def keeps_prompt(seconds: int) -> Any:
+    return lambda _, add: add.retention == [Retention(len(add.token_ids), seconds)]
 
 
 def has_prompt(text: str) -> Any:
@@ -52,7 +56,12 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     *((ALL_PATHS, {"service_tier": tier}, IGNORED)
       for tier in ("auto", "flex", "priority")),
     (ALL_PATHS, {"prompt_cache_key": "session 7"}, IGNORED),
-    (ALL_PATHS, {"prompt_cache_retention": "24h"}, IGNORED),
+    (ALL_PATHS, {"prompt_cache_retention": "24h"}, keeps_prompt(86400)),
+    (ALL_PATHS, {"prompt_cache_retention": "in_memory"}, keeps_prompt(300)),
+    (ALL_PATHS, {"prompt_cache_retention": "1h"},
+     "`prompt_cache_retention` is \"1h\"; it must be in_memory or 24h."),
+    (ALL_PATHS, {"prompt_cache_key": 7},
+     "`prompt_cache_key` is 7; it must be a string"),
     (ALL_PATHS, {"prompt_cache_options": {"ttl": "30m"}}, IGNORED),
     (ALL_PATHS, {"cache_salt": "a"}, lambda _, add: len(add.cache_salt) == 32),
     ((CHAT,), {"prediction": {"type": "content", "content": "Yo"}}, IGNORED),
@@ -97,10 +106,11 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     ((CHAT,),
      {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": 5}},
      has_prompt("user:Hi|;5,False,,")),
-    ((CHAT,), {"messages": [{**HISTORY[0], **CACHED}]}, IGNORED),
+    ((CHAT,), {"messages": [{**HISTORY[0], **CACHED}]}, keeps_prompt(300)),
     ((CHAT,),
      {"messages": [{**HISTORY[0],
-                    "content": [{"type": "text", "text": "Hi", **CACHED}]}]}, IGNORED),
+                    "content": [{"type": "text", "text": "Hi", **CACHED}]}]},
+     keeps_prompt(300)),
     *(((CHAT,), {"messages": [HISTORY[0], {**HISTORY[1], name: "hm"}]},
        has_prompt("user:Hi|;assistant:Yo|hmhm;,,,"))
       for name in ("reasoning_content", "reasoning")),

@@ -1,0 +1,70 @@
+"""Fields by which a client asks to keep the KV of its prompt for the next requests.
+
+They set soft pins (kvcache/pins/): the KV is evicted later than other KV, and no
+request is refused because of it.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from protocol.openai.requests import Strict
+
+# Seconds by the values of `ttl` and of `prompt_cache_retention`. OpenAI keeps prompts
+# `in_memory` for 5 to 10 minutes after their last use. Older clients write in-memory.
+RETENTION_S: Final = {
+    "5m": 300,
+    "1h": 3600,
+    "in_memory": 300,
+    "in-memory": 300,
+    "24h": 86400,
+}
+
+PromptCacheKey = Annotated[
+    str | None,
+    Field(
+        description="a string; requests with the same key prefer the same servers",
+    ),
+]
+PromptCacheRetention = Annotated[
+    Literal["in_memory", "in-memory", "24h"] | None,
+    Field(description="in_memory or 24h"),
+]
+
+
+class CacheControl(Strict):
+    """Marks the end of a part of the prompt that is to be kept, as in Anthropic's API.
+
+    The part begins at the beginning of the prompt.
+    """
+
+    must_be: ClassVar[str] = 'an object {"type": "ephemeral", "ttl": "5m" or "1h"}'
+
+    type: Literal["ephemeral"] = Field(description="ephemeral")
+    ttl: Literal["5m", "1h"] = Field("5m", description="5m or 1h")
+
+    @property
+    def seconds(self) -> int:
+        return RETENTION_S[self.ttl]
+
+
+Marked = Annotated[
+    CacheControl | None, Field(exclude=True, description=CacheControl.must_be)
+]
+
+
+@dataclass(frozen=True)
+class CacheMark:
+    """A part of a conversation to keep, from its beginning.
+
+    Attributes:
+        seconds: How long it is to be kept.
+        num_messages: Number of messages in the part.
+        num_parts: Number of content parts of the last message that belong to it; None:
+            all.
+    """
+
+    seconds: int
+    num_messages: int
+    num_parts: int | None = None

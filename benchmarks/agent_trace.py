@@ -1,0 +1,190 @@
+"""Makes traces of coding agents, and computes how few prompt tokens they need.
+
+The means are those of 610 published traces of coding agents: 33 turns per session,
+prompts that grow from 12,000 to 80,000 tokens, 131 prompt tokens for each output token,
+about 94 % of them seen before in the session, and five seconds between turns, in which
+a tool runs. How the values spread around these means is an assumption.
+"""
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.bench.traces import BLOCK_TOKENS
+from benchmarks.bench.workload import (
+    Session,
+    Turn,
+    Workload,
+    arrivals_s,
+    block_hashes,
+    segments,
+)
+
+MEAN_TURNS = 33
+FIRST_PROMPT_TOKENS = 12_000
+LAST_PROMPT_TOKENS = 80_000
+MEAN_OUTPUT_TOKENS = 365  # so that there are 131 prompt tokens for each output token
+MEAN_PAUSE_S = 5.0
+# The system prompt and the tools, which all sessions share.
+SYSTEM_BLOCKS = 16
+_MEAN_TOOL_RESULT_TOKENS = (LAST_PROMPT_TOKENS - FIRST_PROMPT_TOKENS) / (
+    MEAN_TURNS - 1
+) - MEAN_OUTPUT_TOKENS
+_MAX_TURNS = 200
+# Standard deviations of the logarithms of the values.
+_TURNS_SIGMA = 0.2
+_TASK_SIGMA = 0.5
+_TOOL_RESULT_SIGMA = 1.0
+_OUTPUT_SIGMA = 0.8
+
+
+def agent_workload(num_sessions: int, rate: float, seed: int) -> Workload:
+    """Return sessions of coding agents.
+
+    Args:
+        rate: new sessions per second of a Poisson process.
+    """
+    rng = random.Random(f"agents {seed}")
+    sessions = tuple(
+        Session(arrival_s, _turns(rng))
+        for arrival_s in arrivals_s(rate, num_sessions, seed)
+    )
+    return Workload(sessions, BLOCK_TOKENS, f"agents {seed}")
+
+
+def _turns(rng: random.Random) -> tuple[Turn, ...]:
+    num_turns = min(_draw(rng, MEAN_TURNS, _TURNS_SIGMA), _MAX_TURNS)
+    system_tokens = SYSTEM_BLOCKS * BLOCK_TOKENS
+    task_tokens = _draw(rng, FIRST_PROMPT_TOKENS - system_tokens, _TASK_SIGMA)
+    turns = [
+        Turn(
+            input_tokens=system_tokens + task_tokens,
+            output_tokens=_draw(rng, MEAN_OUTPUT_TOKENS, _OUTPUT_SIGMA),
+            blocks=tuple(range(SYSTEM_BLOCKS)),
+        )
+    ]
+    for _ in range(num_turns - 1):
+        turn = Turn(
+            input_tokens=_draw(rng, _MEAN_TOOL_RESULT_TOKENS, _TOOL_RESULT_SIGMA),
+            output_tokens=_draw(rng, MEAN_OUTPUT_TOKENS, _OUTPUT_SIGMA),
+            # Whole milliseconds, as in the file.
+            think_s=round(rng.expovariate(1 / MEAN_PAUSE_S), 3),
+        )
+        turns.append(turn)
+    return tuple(turns)
+
+
+def _draw(rng: random.Random, mean: float, sigma: float) -> int:
+    """Return a number of a lognormal distribution with this mean; at least 1."""
+    value = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+    return max(1, round(value))
+
+
+def trace_lines(workload: Workload) -> Iterator[str]:
+    """Yield the lines of a trace of conversations (benchmarks/bench/traces.py)."""
+    for number, session in enumerate(workload.sessions):
+        for index, turn in enumerate(session.turns):
+            row: dict[str, Any] = {"session_id": number}
+            if index:
+                row["delay"] = round(turn.think_s * 1e3, 3)
+            else:
+                row["timestamp"] = round(session.arrival_s * 1e3, 3)
+            row["input_length"] = turn.input_tokens
+            row["output_length"] = turn.output_tokens
+            row["hash_ids"] = list(turn.blocks)
+            yield json.dumps(row) + "\n"
+
+
+@dataclass(frozen=True)
+class TraceStatistics:
+    """The statistics of a trace, in the order of the published ones.
+
+    Attributes:
+        seen_share: share of the prompt tokens that were in earlier requests of the
+            session.
+        working_set_tokens: KV of all sessions at their ends.
+    """
+
+    sessions: int
+    requests: int
+    turns: float
+    first_prompt_tokens: float
+    last_prompt_tokens: float
+    prompt_tokens_per_output_token: float
+    seen_share: float
+    pause_s: float
+    prompt_tokens: int
+    working_set_tokens: int
+
+
+def statistics_of(workload: Workload) -> TraceStatistics:
+    sessions = workload.sessions
+    prompts = [_prompt_lengths(session) for session in sessions]
+    num_prompt_tokens = sum(map(sum, prompts))
+    turns = [turn for session in sessions for turn in session.turns]
+    num_output_tokens = sum(turn.output_tokens for turn in turns)
+    working_set = sum(
+        turn.input_tokens + turn.output_tokens
+        for session in sessions
+        for turn in session.turns
+    )
+    num_new = sum(turn.input_tokens for turn in turns)
+    # The last answer of a session is in no prompt.
+    num_answered = sum(prompts[i][-1] for i in range(len(sessions))) - num_new
+    num_pauses = max(len(turns) - len(sessions), 1)
+    return TraceStatistics(
+        sessions=len(sessions),
+        requests=len(turns),
+        turns=len(turns) / len(sessions),
+        first_prompt_tokens=sum(lengths[0] for lengths in prompts) / len(sessions),
+        last_prompt_tokens=sum(lengths[-1] for lengths in prompts) / len(sessions),
+        prompt_tokens_per_output_token=num_prompt_tokens / num_output_tokens,
+        seen_share=1 - (num_new + num_answered) / num_prompt_tokens,
+        pause_s=sum(turn.think_s for turn in turns) / num_pauses,
+        prompt_tokens=num_prompt_tokens,
+        working_set_tokens=working_set,
+    )
+
+
+def _prompt_lengths(session: Session) -> list[int]:
+    """Return the length of the prompt of each turn."""
+    inputs = [turn.input_tokens for turn in session.turns]
+    answers = [turn.output_tokens for turn in session.turns[:-1]]
+    growth = [inputs[0], *map(sum, zip(answers, inputs[1:], strict=True))]
+    return list(itertools.accumulate(growth))
+
+
+def least_computed_tokens(
+    workload: Workload, requests: Iterable[tuple[int, int]], block_tokens: int
+) -> int:
+    """Return how many prompt tokens one server with an infinite cache computes.
+
+    The server finds complete blocks of earlier prompts and answers, and computes at
+    least the last token of each prompt.
+
+    Args:
+        requests: the session and the turn of each request, in the order of sending.
+        block_tokens: tokens of a block of the server.
+    """
+    cached: set[int] = set()
+    num_computed = 0
+    for session_index, turn_index in requests:
+        parts = segments(workload, session_index, turn_index)
+        num_tokens = sum(length for _, length in parts)
+        hashes = block_hashes(parts, block_tokens)
+        num_hits = 0
+        for block in hashes[: (num_tokens - 1) // block_tokens]:
+            if block not in cached:
+                break
+            num_hits += 1
+        num_computed += num_tokens - num_hits * block_tokens
+        # The last token of an answer is drawn, but it has no KV yet.
+        turn = workload.sessions[session_index].turns[turn_index]
+        answer = (("answer", session_index, turn_index), turn.output_tokens)
+        num_full = (num_tokens + turn.output_tokens - 1) // block_tokens
+        cached.update(block_hashes([*parts, answer], block_tokens)[:num_full])
+    return num_computed

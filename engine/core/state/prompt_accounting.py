@@ -85,9 +85,9 @@ class PromptAccounting:
                 remote.cached_tokens, self.num_prompt_tokens - self.num_computed_here
             )
             prefill_counts["prefill_transferred"] = remote.transferred_tokens
-            prefill_counts["prefill_recomputed"] = (
-                remote.num_tokens - remote.cached_tokens
-            )
+            # A request that has migrated also has KV of its outputs.
+            num_tokens = min(remote.num_tokens, self.num_prompt_tokens)
+            prefill_counts["prefill_recomputed"] = num_tokens - remote.cached_tokens
             prefill_counts["prefill_skipped"] = (
                 remote.cached_tokens - remote.transferred_tokens
             )

@@ -146,15 +146,15 @@ def figures(
     requests = [(r.session, r.turn) for r in sent if r.timeline.succeeded]
     block_tokens = int(min(values[_BLOCK_TOKENS] for values in gauges))
     pool_tokens = [int(v[_BLOCKS] * v[_BLOCK_TOKENS]) for v in gauges]
-    least = least_computed_tokens(workload, requests, block_tokens)
+    min_computed = least_computed_tokens(workload, requests, block_tokens)
     computed = sum(
         counters.get(_COMPUTED, 0.0) for counters in result.counters.values()
     )
     side = side_figures(result, workload, parse_slo("ttft=1"))
     return {
         "computed_tokens": int(computed),
-        "least_computed_tokens": least,
-        "computed_over_least": round(computed / max(least, 1), 4),
+        "least_computed_tokens": min_computed,
+        "computed_over_least": round(computed / max(min_computed, 1), 4),
         "prompt_tokens": side["prompt_tokens"],
         "computed_share": round(computed / max(side["prompt_tokens"], 1), 4),
         "working_set_tokens": statistics_of(workload).working_set_tokens,

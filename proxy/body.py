@@ -9,6 +9,7 @@ so that clients get the same error with and without a proxy.
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -276,7 +277,10 @@ def profile(body: Body) -> RequestProfile:
     text = _prompt_text(body)
     salt = member(body, "model") + b"," + member(body, "cache_salt")
     max_output_tokens = _output_limit(body) or _DEFAULT_OUTPUT_TOKENS
-    full_profile = profile_prompt(salt, text, max_output_tokens)
+    full_profile = replace(
+        profile_prompt(salt, text, max_output_tokens),
+        cache_key=_cache_key(body, salt),
+    )
     limit = member(body, PROMPT_LIMIT)
     if not _is_token_limit(limit):
         return full_profile
@@ -284,7 +288,13 @@ def profile(body: Body) -> RequestProfile:
     if full_profile.tokens <= max_tokens:
         return full_profile
     # Truncation drops the beginning of the text, so no cached prefix matches.
-    return RequestProfile(tokens=max_tokens, max_output_tokens=max_output_tokens)
+    return replace(full_profile, tokens=max_tokens, hashes=(), text=b"")
+
+
+def _cache_key(body: Body, salt: bytes) -> int | None:
+    """Return the hash of the client's `prompt_cache_key`; None without one."""
+    key = member(body, "prompt_cache_key")
+    return None if key == b"null" else hash((salt, key))
 
 
 def _prompt_text(body: Body) -> bytes:

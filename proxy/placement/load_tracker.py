@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 from proxy.placement.assignment import Assignment, CachedTail
+from proxy.placement.key_affinity import KeyAffinity
 from proxy.placement.placement import (
     NOTHING_CACHED,
     CachedPrefixes,
@@ -74,6 +75,7 @@ class LoadTracker:
         self._routing = routing
         self._disaggregate = disaggregate
         self._prefixes = PrefixIndex(max_blocks)
+        self._affinity = KeyAffinity()
         self._clock = clock
         self.loads = LoadsByServer(step_s)
         self._totals: dict[object, StepTotals] = {}
@@ -121,6 +123,9 @@ class LoadTracker:
         and to `cancel` in any case. The result is None if a prefill server is cheaper.
         """
         cached = self._cached(profile)
+        first = self._affinity.preferred_first
+        prefills = first(prefills, self.loads, profile, generates=False)
+        decodes = first(decodes, self.loads, profile, generates=True)
         placement = choose(
             profile,
             [self.loads[server] for server in prefills],
@@ -169,6 +174,9 @@ class LoadTracker:
             for server in servers:
                 if self.loads[server] is reservation.load:
                     return server
+        servers = self._affinity.preferred_first(
+            servers, self.loads, profile, generates=generates
+        )
         loads = [self.loads[server] for server in servers]
         if not computes:
             return servers[least_full_server(profile, loads)]
@@ -307,6 +315,7 @@ class LoadTracker:
                 returned if it fits the leg, and otherwise cancelled.
         """
         load = self.loads[server]
+        self._affinity.record(profile, load.index, generates=generates)
         if reservation is not None and reservation.is_reserved:
             if reservation.load is load and computes and generates:
                 reservation.is_reserved = False

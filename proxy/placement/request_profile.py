@@ -23,6 +23,7 @@ class RequestProfile:
         block_tokens: tokens per block.
         max_output_tokens: tokens that the request may generate.
         text: JSON text of the prompt, from which the blocks were cut.
+        cache_key: hash of the client's `prompt_cache_key`; None without one.
     """
 
     tokens: int
@@ -30,6 +31,7 @@ class RequestProfile:
     block_tokens: float = 512
     max_output_tokens: int = 256
     text: bytes = field(default=b"", repr=False)
+    cache_key: int | None = None
 
     @property
     def size_class(self) -> int:

@@ -5,11 +5,11 @@ request is refused because of it.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from protocol.openai.requests import Strict
+from protocol.openai.requests import ReadFrom, Strict
 
 # Seconds by the values of `ttl` and of `prompt_cache_retention`. OpenAI keeps prompts
 # `in_memory` for 5 to 10 minutes after their last use. Older clients write in-memory.
@@ -49,6 +49,42 @@ class CacheControl(Strict):
         return RETENTION_S[self.ttl]
 
 
+class KVHintAction(Strict):
+    """One action of `kv_hints`. Its payload is defined by whoever executes it."""
+
+    model_config = ConfigDict(extra="ignore")
+    must_be: ClassVar[str] = (
+        "an object with `action_id`, `action_type`, `action_version` and `payload`"
+    )
+
+    action_id: str = Field(description="a string")
+    action_type: str = Field(description="a string")
+    action_version: str = Field(description="a string")
+    payload: dict[str, Any] = Field(description="an object")
+
+
+class KVHintsEnvelope(Strict):
+    """The hints that routers such as Dynamo add to requests, in vLLM's format.
+
+    vLLM and TensorRT-LLM document the envelope, but no action. So no action is executed
+    here either.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    protocol_version: str = Field(description="a string")
+    message_id: str = Field(description="a string")
+    actions: list[KVHintAction] = Field(description="a list of actions")
+
+
+KVHints = Annotated[
+    None,
+    ReadFrom(KVHintsEnvelope, lambda _: None),
+    Field(
+        description="an object with `protocol_version`, `message_id` and `actions`; it "
+        "changes nothing here"
+    ),
+]
 Marked = Annotated[
     CacheControl | None, Field(exclude=True, description=CacheControl.must_be)
 ]

@@ -14,6 +14,7 @@ from protocol.cache_salt import MAX_CHARS
 from protocol.messages import CacheBreakpoint, SamplingParams
 from protocol.openai.prompt_cache import (
     RETENTION_S,
+    KVHints,
     PromptCacheKey,
     PromptCacheRetention,
 )
@@ -217,6 +218,7 @@ class CommonFields(Strict):
     prompt_cache_retention: PromptCacheRetention = None
     prompt_cache_options: Any = UNREAD
     cache_salt: CacheSalt = None
+    kv_hints: KVHints = None
     kv_transfer_params: dict[str, Any] | list[Any] | None = Field(
         None, description="an object, or a list of objects for several prompts"
     )

@@ -27,6 +27,18 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|\
 {{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""
 HISTORY = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 THOUGHT = {"type": "thinking", "thinking": "hm"}
+HINTS = {
+    "protocol_version": "0.1",
+    "message_id": "m",
+    "actions": [
+        {
+            "action_id": "a",
+            "action_type": "kv.fetch",
+            "action_version": "1.0",
+            "payload": {"block_hashes": [11]},
+        }
+    ],
+}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -63,6 +75,11 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     (ALL_PATHS, {"prompt_cache_key": 7},
      "`prompt_cache_key` is 7; it must be a string"),
     (ALL_PATHS, {"prompt_cache_options": {"ttl": "30m"}}, IGNORED),
+    (ALL_PATHS, {"kv_hints": HINTS}, IGNORED),
+    (ALL_PATHS, {"kv_hints": {"actions": []}},
+     "`kv_hints.protocol_version` is missing; it must be a string."),
+    (ALL_PATHS, {"kv_hints": {**HINTS, "actions": [{"action_id": 7}]}},
+     "`kv_hints.actions[0].action_id` is 7; it must be a string."),
     (ALL_PATHS, {"cache_salt": "a"}, lambda _, add: len(add.cache_salt) == 32),
     ((CHAT,), {"prediction": {"type": "content", "content": "Yo"}}, IGNORED),
     ((RESPONSES,), {"client_metadata": {"installation": "7"}}, IGNORED),

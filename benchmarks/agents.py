@@ -79,6 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
         default=256,
         help="random token ids are below this number (default: 256)",
     )
+    group.add_argument(
+        "--retention",
+        choices=("in_memory", "24h"),
+        help="requests ask to keep their prompts (prompt_cache_retention)",
+    )
     group.add_argument("--model", help="model name (default: the first of /v1/models)")
     group.add_argument("--api-key", help="sent as bearer token")
     return parser
@@ -191,7 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         url = bench_options.server_url("--url", args.url)
         side = Side("agents", (url,), tuple(urls))
         options = LoadOptions(
-            body=BodyOptions(vocab_size=args.vocab_size, seed=args.seed),
+            body=BodyOptions(
+                vocab_size=args.vocab_size, seed=args.seed, retention=args.retention
+            ),
             concurrency=bench_options.OPEN_LOOP_CONCURRENCY,
             model=args.model,
             api_key=args.api_key,

@@ -69,6 +69,7 @@ class BodyOptions:
         is_chat: whether requests go to /v1/chat/completions.
         uses_words: whether prompts are words; otherwise they are token ids.
         has_schema: whether answers have to follow a JSON schema.
+        retention: value of `prompt_cache_retention`; None: requests do not have it.
     """
 
     is_chat: bool = False
@@ -78,6 +79,7 @@ class BodyOptions:
     seed: int = 0
     ignores_eos: bool = True
     has_schema: bool = False
+    retention: str | None = None
 
 
 class PromptMaker:
@@ -205,6 +207,8 @@ class PromptMaker:
             body["ignore_eos"] = True
         if options.has_schema:
             body["structured_outputs"] = {"json": SCHEMA}
+        if options.retention is not None:
+            body["prompt_cache_retention"] = options.retention
         if returns_token_ids:
             body["return_token_ids"] = True
         return body

@@ -176,23 +176,6 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
     signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
 
-class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a part of the prompt that should stay cached for some time.
-
-    This is a hint for retention, never a promise. It comes from `cache_control` of the
-    Messages API. So far no engine reads it; only the usage of the response counts it.
-
-    Attributes:
-        ttl_s: How long, in seconds, since the last use: 300 or 3600.
-        prompt_share: Where the place is: the share of the prompt, counted in
-            characters of the request, that precedes it; 1.0 is the whole prompt. The
-            number of tokens before the place is about this share of `token_ids`.
-    """
-
-    ttl_s: int
-    prompt_share: float
-
-
 class Retention(msgspec.Struct, frozen=True, array_like=True):
     """Asks an engine to evict the KV of a prompt's beginning later than other KV.
 
@@ -224,8 +207,6 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         priority: Requests with smaller values are served first.
         cache_salt: The request shares cached KV only with requests of the same salt;
             see cache_salt.py.
-        cache_breakpoints: Parts of the prompt that should stay cached, in order, each
-            one longer than the one before it; at most 4.
         cache_hit_threshold: Share of the tokens that must be cached or pulled; the
             request otherwise ends with CACHE_MISS. 0: no threshold.
         share: Identifies the client's API key. The engine is shared equally among the
@@ -255,7 +236,6 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     grammar_bytes: int = 0
     priority: int = 0
     cache_salt: bytes = b""
-    cache_breakpoints: tuple[CacheBreakpoint, ...] = ()
     cache_hit_threshold: float = 0.0
     share: str = ""
     retention: list[Retention] = []

@@ -245,7 +245,6 @@ def _make_adds(
             num_prompt_logprobs=parsed.num_prompt_logprobs,
             grammar_bytes=api.grammars.nbytes(sampling.grammar),
             priority=parsed.priority,
-            cache_breakpoints=parsed.cache_breakpoints,
             cache_hit_threshold=parsed.cache_hit_threshold,
             retention=retentions[index],
         )

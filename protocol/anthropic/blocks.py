@@ -51,10 +51,6 @@ class CacheControl(Strict):
     ttl: Literal["5m", "1h"] = Field("5m", description="5m or 1h")
     scope: UnreadText = None
 
-    @property
-    def ttl_s(self) -> int:
-        return 3600 if self.ttl == "1h" else 300
-
 
 CacheControlField = Annotated[
     CacheControl | None,

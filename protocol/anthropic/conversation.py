@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from protocol import exact_json
 from protocol.anthropic.blocks import (
     CacheControl,
     ContentBlock,
     InputMessage,
+    TextBlock,
     Texts,
     ToolDefinition,
 )
-from protocol.messages import CacheBreakpoint
 from protocol.openai.requests import refuse
 
 MAX_BREAKPOINTS = 4  # as in Anthropic's API
@@ -32,9 +31,14 @@ Part = dict[str, Any]
 
 
 def chat_messages(
-    system: Texts | None, messages: Sequence[InputMessage]
+    system: Texts | None,
+    messages: Sequence[InputMessage],
+    top_level: CacheControl | None,
 ) -> list[dict[str, Any]]:
     """Returns the messages of a chat with the same conversation.
+
+    Args:
+        top_level: The `cache_control` of the request, which applies to the last block.
 
     Raises:
         InvalidRequest: The last message calls a tool.
@@ -43,7 +47,8 @@ def chat_messages(
     system_parts = _system_parts(system)
     if system_parts:
         converted.append({"role": "system", "content": system_parts})
-    for role, turn in groupby(messages, lambda message: message.role):
+    for role, group in groupby(messages, lambda message: message.role):
+        turn = list(group)
         blocks = [block for message in turn for block in message.blocks]
         if role == "assistant":
             converted.append(_assistant_message(blocks))
@@ -52,6 +57,8 @@ def chat_messages(
             parts = _text_parts(blocks)
             if parts:
                 converted.append({"role": role, "content": parts})
+        converted[-1] |= marked(turn[-1].cache_control)
+    converted[-1] |= marked(top_level)
     if converted[-1].get("tool_calls"):
         refuse(
             f"messages[{len(messages) - 1}]",
@@ -64,17 +71,24 @@ def chat_messages(
 def _system_parts(system: Texts | None) -> list[Part]:
     if system is None:
         return []
-    texts = [system] if isinstance(system, str) else [block.text for block in system]
-    prompt_texts = [_BILLING_LINE.sub("", text) for text in texts]
-    return [_part(text) for text in prompt_texts if text]
+    parts = (
+        [_part(system)] if isinstance(system, str) else list(map(_text_part, system))
+    )
+    for part in parts:
+        part["text"] = _BILLING_LINE.sub("", part["text"])
+    return [part for part in parts if part["text"]]
 
 
-def _part(text: str) -> Part:
-    return {"type": "text", "text": text}
+def _part(text: str, control: CacheControl | None = None) -> Part:
+    return {"type": "text", "text": text, **marked(control)}
+
+
+def _text_part(block: TextBlock | ContentBlock) -> Part:
+    return _part(block.text or "", block.cache_control)
 
 
 def _text_parts(blocks: Sequence[ContentBlock]) -> list[Part]:
-    return [_part(block.text or "") for block in blocks if block.type == "text"]
+    return [_text_part(block) for block in blocks if block.type == "text"]
 
 
 def _results(blocks: Sequence[ContentBlock]) -> Iterator[dict[str, Any]]:
@@ -86,14 +100,19 @@ def _results(blocks: Sequence[ContentBlock]) -> Iterator[dict[str, Any]]:
     for block in blocks:
         if block.type == "tool_result":
             content = block.content or ""
-            parts = [_part(text) for text in _texts(content)]
+            if isinstance(content, str):
+                parts = [_part(content)] if content else []
+            else:
+                parts = list(map(_text_part, content))
             if block.is_error:
-                first = parts[0]["text"] if parts else ""
-                parts[:1] = [_part(f"Error: {first}")]
+                if not parts:
+                    parts = [_part("")]
+                parts[0]["text"] = "Error: " + parts[0]["text"]
             yield {
                 "role": "tool",
                 "content": parts,
                 "tool_call_id": block.tool_use_id,
+                **marked(block.cache_control),
             }
 
 
@@ -109,79 +128,48 @@ def _assistant_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
         message["content"] = parts or None
+        # Chat templates write calls after texts.
+        for block in blocks:
+            if block.type == "tool_use":
+                message |= marked(block.cache_control)
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     return message
 
 
-def cache_breakpoints(
+def cache_ttls(
     tools: Sequence[ToolDefinition],
     system: Texts | None,
     messages: Sequence[InputMessage],
     top_level: CacheControl | None,
-) -> tuple[CacheBreakpoint, ...]:
-    """Returns the places of `cache_control` in the prompt, in order.
+) -> tuple[str, ...]:
+    """Returns the `ttl` of each `cache_control`, in the order of the prompt.
 
     Args:
         top_level: The `cache_control` of the request, which applies to the last block.
 
     Raises:
-        InvalidRequest: There are too many places.
+        InvalidRequest: There are too many.
     """
-    pieces = list(_pieces(tools, system, messages))
-    if top_level is not None:
-        pieces.append((0, top_level))
-    num_breakpoints = sum(control is not None for _, control in pieces)
-    if num_breakpoints == 0:
-        return ()
-    if num_breakpoints > MAX_BREAKPOINTS:
+    controls = [tool.cache_control for tool in tools]
+    if system is not None and not isinstance(system, str):
+        controls += [block.cache_control for block in system]
+    for message in messages:
+        controls += [block.cache_control for block in message.blocks]
+        controls.append(message.cache_control)
+    controls.append(top_level)
+    ttls = tuple(control.ttl for control in controls if control is not None)
+    if len(ttls) > MAX_BREAKPOINTS:
         refuse(
             "cache_control",
-            f"is set at {num_breakpoints} places, the limit is {MAX_BREAKPOINTS}; set "
-            "it at the end of the parts that stay the same",
+            f"is set at {len(ttls)} places, the limit is {MAX_BREAKPOINTS}; set it at "
+            "the end of the parts that stay the same",
         )
-    total_chars = max(sum(num_chars for num_chars, _ in pieces), 1)
-    breakpoints = []
-    num_chars_before = 0
-    for num_chars, control in pieces:
-        num_chars_before += num_chars
-        if control is not None:
-            share = num_chars_before / total_chars
-            breakpoints.append(CacheBreakpoint(control.ttl_s, share))
-    return tuple(breakpoints)
+    return ttls
 
 
-def _pieces(
-    tools: Sequence[ToolDefinition],
-    system: Texts | None,
-    messages: Sequence[InputMessage],
-) -> Iterator[tuple[int, CacheControl | None]]:
-    """Yields the number of characters and the `cache_control` of each part of a
-    request. The parts are in the order in which chat templates usually write them.
-    """
-    for tool in tools:
-        schema = exact_json.dumps(tool.input_schema)
-        num_chars = len(tool.name) + len(tool.description or "") + len(schema)
-        yield num_chars, tool.cache_control
-    if isinstance(system, str):
-        yield len(system), None
-    else:
-        for block in system or ():
-            yield len(block.text), block.cache_control
-    for message in messages:
-        for part in message.blocks:
-            yield _num_chars(part), part.cache_control
-        yield 0, message.cache_control
-
-
-def _num_chars(block: ContentBlock) -> int:
-    num_chars = len(block.text or "") + len(block.thinking or "")
-    if block.input is not None:
-        num_chars += len(exact_json.dumps(block.input))
-    return num_chars + sum(map(len, _texts(block.content or "")))
-
-
-def _texts(content: Texts) -> list[str]:
-    if isinstance(content, str):
-        return [content] if content else []
-    return [block.text for block in content]
+def marked(control: CacheControl | None) -> dict[str, Any]:
+    """Returns the `cache_control` of a part, message or tool of a chat, if any."""
+    if control is None:
+        return {}
+    return {"cache_control": {"type": control.type, "ttl": control.ttl}}

@@ -18,13 +18,12 @@ from protocol.anthropic.blocks import (
     ToolChoiceOption,
     ToolDefinition,
 )
-from protocol.anthropic.conversation import cache_breakpoints, chat_messages
+from protocol.anthropic.conversation import cache_ttls, chat_messages, marked
 from protocol.anthropic.errors import (
     COUNT_TOKENS_PATH,
     MESSAGES_PATH,
     ThreadUnsupported,
 )
-from protocol.messages import CacheBreakpoint
 from protocol.openai.chat import ChatRequest
 from protocol.openai.requests import ModelName, Strict, neutral, refuse, validate
 from protocol.openai.sampling import (
@@ -121,7 +120,7 @@ class MessagesChat(ChatRequest):
 
     Attributes:
         original: The request to the Messages API.
-        breakpoints: The value of `cache_breakpoints`.
+        cache_ttls: The `ttl` of each `cache_control`, in the order of the prompt.
     """
 
     endpoint = MESSAGES_PATH
@@ -132,12 +131,7 @@ class MessagesChat(ChatRequest):
     limit_may_exceed_context = True
 
     original: ConversationFields
-    breakpoints: Any = ()
-
-    @property
-    def cache_breakpoints(self) -> tuple[CacheBreakpoint, ...]:
-        breakpoints: tuple[CacheBreakpoint, ...] = self.breakpoints
-        return breakpoints
+    cache_ttls: tuple[str, ...] = ()
 
     @property
     def continuous_usage(self) -> bool:
@@ -187,11 +181,13 @@ def _prompt_fields(request: ConversationFields) -> dict[str, Any]:
     output = request.output_config
     return {
         "original": request,
-        "breakpoints": cache_breakpoints(
+        "cache_ttls": cache_ttls(
             request.tools, request.system, request.messages, request.cache_control
         ),
         "model": request.model or None,
-        "messages": chat_messages(request.system, request.messages),
+        "messages": chat_messages(
+            request.system, request.messages, request.cache_control
+        ),
         "continue_final_message": request.messages[-1].role == "assistant",
         "enable_thinking": _enable_thinking(request.thinking),
         "reasoning_effort": output.effort,
@@ -244,4 +240,4 @@ def _chat_tool(tool: ToolDefinition) -> dict[str, Any]:
         "strict": tool.strict,
     }
     given = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
+    return {"type": "function", "function": given, **marked(tool.cache_control)}

@@ -233,9 +233,9 @@ class MessagesWriter(ResponseWriter):
         """
         num_read = usage.kv.cached_tokens
         num_computed = usage.prompt_tokens - num_read
-        breakpoints = self._chat.cache_breakpoints
-        num_created = num_computed if breakpoints else 0
-        is_hour = bool(breakpoints) and breakpoints[-1].ttl_s == 3600
+        ttls = self._chat.cache_ttls
+        num_created = num_computed if ttls else 0
+        is_hour = bool(ttls) and ttls[-1] == "1h"
         return {
             "input_tokens": num_computed - num_created,
             "cache_creation_input_tokens": num_created,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from protocol.cache_salt import MAX_CHARS
-from protocol.messages import CacheBreakpoint, SamplingParams
+from protocol.messages import SamplingParams
 from protocol.openai.prompt_cache import (
     RETENTION_S,
     KVHints,
@@ -307,11 +307,6 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     def wants_logprobs(self) -> bool:
         """Whether the client requested the logprobs of the answer's tokens."""
         return self.num_logprobs is not None
-
-    @property
-    def cache_breakpoints(self) -> tuple[CacheBreakpoint, ...]:
-        """Parts of the prompt that should stay cached."""
-        return ()
 
     @property
     def wants_echo(self) -> bool:

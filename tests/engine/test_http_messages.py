@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
-from protocol.messages import CacheBreakpoint, KVUsage
+from protocol.messages import KVUsage, Retention
 from tests.engine.test_http_tools import CALL
 from tests.rigs.agents import agent_request
 from tests.rigs.anthropic_client import client_of
@@ -350,7 +350,7 @@ async def test_usage_adds_up_to_the_prompt(
         assert start["cache_read_input_tokens"] == 5
 
 
-async def test_cache_control_reaches_the_engine_as_a_hint(tokenizer):
+async def test_cache_control_asks_the_engine_to_keep_the_prompt(tokenizer):
     hour: Any = {"type": "ephemeral", "ttl": "1h"}
     async with serving_4k(tokenizer, text_script(tokenizer, "x")) as server:
         system = [{"type": "text", "text": "12345678", "cache_control": hour}]
@@ -365,12 +365,14 @@ async def test_cache_control_reaches_the_engine_as_a_hint(tokenizer):
         top_level = {**REQUEST, "cache_control": hour}
         response = await server.http.post("/v1/messages", json=top_level)
         assert response.status_code == 200
-        hints = [add.cache_breakpoints for add in server.engine.added]
-        assert hints == [
-            (CacheBreakpoint(3600, 0.8), CacheBreakpoint(300, 1.0)),
-            (),
-            (CacheBreakpoint(3600, 1.0),),
-        ]
+        marked, plain, whole = server.engine.added
+        prompt = tokenizer.decode(marked.token_ids)
+        num_system = prompt.index("12345678") + len("12345678")
+        by_seconds = {each.seconds: each.num_tokens for each in marked.retention}
+        assert by_seconds[300] == len(marked.token_ids)
+        assert num_system <= by_seconds[3600] < len(marked.token_ids)
+        assert plain.retention == []
+        assert whole.retention == [Retention(len(whole.token_ids), 3600)]
 
 
 # -- requests of Claude Code

@@ -95,7 +95,7 @@ class RayCluster:
             cpus: the CPUs that Ray may reserve on the node.
             role: options of the head node; none: the node joins the head.
         """
-        num_alive = 0 if role else _num_alive(self.address)
+        old_nodes = set() if role else _alive_nodes(self.address)
         argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         argv += role or ("--address", self.address)
         argv += ["--num-cpus", str(cpus), "--num-gpus", "0", "--disable-usage-stats"]
@@ -111,16 +111,19 @@ class RayCluster:
             )
             node = RayNode(process)
             self.nodes.append(node)
-            has_started_or_ended = partial(self._has_started_or_ended, node, num_alive)
+            has_started_or_ended = partial(self._has_started_or_ended, node, old_nodes)
             wait_until(has_started_or_ended, START_TIMEOUT_S)
             if node.is_running():
                 return node
             node.kill()  # its other processes
         raise AssertionError(f"Ray did not start a node in {MAX_STARTS} attempts")
 
-    def _has_started_or_ended(self, node: RayNode, num_alive_before: int) -> bool:
-        """Whether the cluster has one more node, or the process of `node` has ended."""
-        return _num_alive(self.address) > num_alive_before or not node.is_running()
+    def _has_started_or_ended(self, node: RayNode, old_nodes: set[str]) -> bool:
+        """Whether the cluster has a new node, or the process of `node` has ended.
+
+        The number of nodes does not show it: Ray may count a node that was just killed.
+        """
+        return not node.is_running() or bool(_alive_nodes(self.address) - old_nodes)
 
 
 @contextlib.contextmanager
@@ -150,12 +153,13 @@ def ray_cluster(cpus_of_nodes: list[int], num_spare: int) -> Iterator[RayCluster
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _num_alive(address: str) -> int:
-    """Return the number of nodes that are alive; 0 if there is no cluster yet."""
+def _alive_nodes(address: str) -> set[str]:
+    """Return the ids of the nodes that are alive; none if there is no cluster yet."""
     script = (
         "import ray, sys\n"
         "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
-        "print('alive:', sum(node['Alive'] for node in ray.nodes()))"
+        "alive = [node['NodeID'] for node in ray.nodes() if node['Alive']]\n"
+        "print('alive:', *alive)"
     )
     try:
         done = subprocess.run(
@@ -165,7 +169,7 @@ def _num_alive(address: str) -> int:
             timeout=CONNECT_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:  # the head does not listen yet
-        return 0
-    # Ray may print lines of its own.
-    matches = re.findall(r"alive: (\d+)", done.stdout)
-    return int(matches[0]) if matches else 0
+        return set()
+    # Ray may print other lines.
+    matches = re.findall(r"(?m)^alive: (.*)$", done.stdout)
+    return set(matches[0].split()) if matches else set()

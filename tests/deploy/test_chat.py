@@ -27,6 +27,7 @@ from tests.rigs.programs import ROOT, environment
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3}
 KV = {"transferred": 7, "recomputed": 0, "skipped": 2}
 
+DEADLINE_S = 120.0  # the machine may be busy
 PROMPT = "<prompt>"  # stands for the control sequence with which a prompt begins
 
 
@@ -65,6 +66,16 @@ def contents(chats: Chats) -> list[str]:
 def rig_of(behave: Behave, **settings: Any) -> Rig:
     details = {"model": "m", "max_model_len": 100}
     return Rig([], [Fake(behave, details=details)], fixed_series=False, **settings)
+
+
+@contextlib.asynccontextmanager
+async def running(fake: Fake) -> AsyncIterator[None]:
+    """Run a fake endpoint. It ends with the block, even if a request still waits."""
+    fake.start()
+    try:
+        yield
+    finally:
+        await fake.stop()
 
 
 @pytest.fixture
@@ -119,7 +130,7 @@ class Terminal:
         """Return the new text up to and including `words`."""
         while (start := self.text.find(words, self._num_read)) < 0:
             self._has_more.clear()
-            await asyncio.wait_for(self._has_more.wait(), 30)
+            await asyncio.wait_for(self._has_more.wait(), DEADLINE_S)
         begin, self._num_read = self._num_read, start + len(words)
         return self.text[begin : self._num_read]
 
@@ -229,10 +240,9 @@ async def test_list_of_models_may_arrive_in_parts(pipe_question):
         await call.write(b"", more=False)
 
     fake = Fake(streams(delta("yes"), *LAST), pages={"/v1/models": lists_models})
-    fake.start()
-    status, output, errors = await pipe_question(fake, "?")
+    async with running(fake):
+        status, output, errors = await pipe_question(fake, "?")
     assert (status, output, errors) == (0, "yes\n", "")
-    await fake.stop()
 
 
 async def test_empty_standard_input_is_an_error_with_the_fix(pipe_question):
@@ -297,16 +307,14 @@ async def test_ctrl_c_stops_the_answer_and_keeps_the_session(tmp_path):
 async def test_ctrl_c_stops_a_command_and_keeps_the_session(tmp_path):
     models = answers(200, {"data": [{"id": "m"}]})
     fake = Fake(drops, pages={"/v1/models": models})
-    fake.start()
-    async with conversation(fake, tmp_path) as terminal:
+    async with running(fake), conversation(fake, tmp_path) as terminal:
         waits = Waits()
         fake.pages["/v1/models"] = waits
         await terminal.type("/model\r")
-        await waits.begun.wait()
+        await asyncio.wait_for(waits.begun.wait(), DEADLINE_S)
         terminal.press("\x03")
         await terminal.read_until("stopped")
         await terminal.type("/quit\r")
-    await fake.stop()
 
 
 async def test_ctrl_c_ends_a_piped_question_with_130():

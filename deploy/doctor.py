@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from kvcache.transports import GPU_FIX, Host, UcxRead, inspect_host, ucx_log
 from protocol.process.environment import safe_path
@@ -77,6 +77,23 @@ class DoctorSettings(BatonSettings):
     """PEM file with the certificate authorities of https:// URLs (None: the authorities
     of the system)
     """
+
+    @field_validator("measure", "nbytes", "max_pairs", "timeout_s", "limit_s")
+    @classmethod
+    def _check_use(cls, value: float, info: ValidationInfo) -> float:
+        """Refuses options that would have no effect."""
+        assert info.field_name is not None
+        if value == cls.model_fields[info.field_name].default:
+            return value
+        is_for_urls = info.field_name in ("max_pairs", "timeout_s", "limit_s")
+        has_urls = bool(info.data.get("urls"))
+        if has_urls and not is_for_urls:
+            raise ValueError("has no effect with URLS: leave it out")
+        if is_for_urls and not has_urls:
+            raise ValueError(
+                "has no effect without URLS: name servers, or leave it out"
+            )
+        return value
 
 
 @dataclass(frozen=True)

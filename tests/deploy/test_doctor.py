@@ -94,3 +94,16 @@ def test_both_paths_between_processes_of_this_machine_are_measured(capsys):
     assert all(link["bytes_per_s"] > 0 for link in report["links"]), report["links"]
     transport = report["links"][1]["way"]["transport"]
     assert transport.startswith(("cma/", "sysv/", "posix/")), transport
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-pairs", "3"], "--max-pairs: has no effect without URLS"),
+        (["http://h:1", "--no-measure"], "--measure: has no effect with URLS"),
+    ],
+)
+def test_options_without_effect_are_refused(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert message in capsys.readouterr().err

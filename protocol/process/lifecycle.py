@@ -44,6 +44,7 @@ ALARM = signal.SIGALRM
 # arrives just before a wait, it does not interrupt the wait, and Python calls the
 # handler only when the wait ends.
 SIGNAL_CHECK_INTERVAL_S = 0.5
+_KILLED_TIMEOUT_S = 10.0  # longest wait for the end of processes after SIGKILL
 # Exit status of a process that outlived its parent for longer than `grace_s` seconds.
 ORPHANED = 86
 
@@ -310,8 +311,10 @@ def terminate(
     remaining = [child for child in running if not _wait_for_exit(child, deadline)]
     for child in remaining:
         child.kill()
+    # The kernel may keep a process that waits for a device, even after SIGKILL.
+    killed_deadline = time.monotonic() + _KILLED_TIMEOUT_S
     for child in remaining:
-        child.exited.wait()
+        _wait_for_exit(child, killed_deadline)
     return not remaining
 
 

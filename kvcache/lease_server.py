@@ -23,6 +23,7 @@ from kvcache.transfer.pulls.lease_client import Address, new_id
 from kvcache.verify.scope import OnSums, Scope
 from protocol.handshake import (
     Complete,
+    Demote,
     Digest,
     EngineMetadata,
     GetDigest,
@@ -56,12 +57,16 @@ from protocol.process.vital_threads import VitalThread
 logger = get_logger(__name__)
 
 _SWEEP_S = 0.1  # longest sleep of the thread between two checks for expired leases
-# Bound of a request, not counting the tokens of a lookup: a request has at most 5 ids
-# of 128 bytes each. Also the number of bytes that are read at a time.
+# Bound of a request, not counting the tokens and blocks of a Lookup or Demote: a
+# request has at most 12 ids of 128 bytes each. Also the number of bytes that are read
+# at a time.
 _MAX_REQUEST_BYTES = 4 << 10
 # Lookups that wait for the engine. Any lookup beyond this number is answered at once,
 # as if no prefix matched.
 _MAX_LOOKUPS = 64
+# Demotions that wait for the store. Beyond this number the oldest one is dropped, and
+# its lease expires.
+_MAX_DEMOTIONS = 256
 _MAX_UNSENT_BYTES = 64 << 20  # bound of the unsent replies to one peer
 _MAX_UNAUTHENTICATED = 256  # bound of connections without an authentic message so far
 _MAX_ACCEPTED = 16  # bound of connections accepted in one call of `_accept`
@@ -87,16 +92,19 @@ class LeaseServer:
     Args:
         host: The address that peers connect to.
         port: The port to listen on; 0: any free port, which `address` then contains.
-        on_event: Called by the thread when `drain_ended` or `lookups` has entries; must
-            not block.
+        on_event: Called by the thread when `drain_ended`, `lookups` or `demotions` has
+            entries; must not block.
         bind_host: The local address to listen on; None: `host`.
         start_digest: Starts to compute a digest of the KV in blocks, and later calls
             `on_sums` from any thread.
         max_lookup_tokens: Largest number of tokens in a lookup.
+        max_demoted_ids: Largest number of token ids and block ids in a Demote; 0: KV
+            cannot be demoted to this engine.
 
     Attributes:
         lookups: Lookups that the engine must answer with `answer_lookup`, each with the
             connection for the answer.
+        demotions: Offers of KV to a KV store, which must end their leases.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class LeaseServer:
         bind_host: str | None = None,
         start_digest: StartDigest = _no_digest,
         max_lookup_tokens: int = 0,
+        max_demoted_ids: int = 0,
     ) -> None:
         self._host = host
         self._metadata = metadata
@@ -129,9 +138,12 @@ class LeaseServer:
         self._compute_digest = start_digest
         # The connections that wait for a digest, by the nonce of the request.
         self._digesting: dict[str, Wire] = {}
-        # A token id takes at most 5 bytes.
-        self._max_lookup_bytes = _MAX_REQUEST_BYTES + 5 * max_lookup_tokens
+        self._takes_demotions = max_demoted_ids > 0
+        # A token id or block id takes at most 5 bytes.
+        max_ids = max(max_lookup_tokens, max_demoted_ids)
+        self._max_long_request_bytes = _MAX_REQUEST_BYTES + 5 * max_ids
         self.lookups: deque[tuple[Lookup, Wire]] = deque()
+        self.demotions: deque[Demote] = deque(maxlen=_MAX_DEMOTIONS)
         # Calls that any thread has queued for the server's thread.
         self._calls: deque[Callable[[], None]] = deque()
         self._wires: set[Wire] = set()
@@ -235,7 +247,8 @@ class LeaseServer:
                 self._table.expire(self._clock())
                 has_ended_leases = self._table.has_ended_leases
                 self._send_to_readers()
-            if (has_ended_leases or self.lookups) and self._on_event is not None:
+            has_requests = bool(self.lookups or self.demotions)
+            if (has_ended_leases or has_requests) and self._on_event is not None:
                 self._on_event()
 
     def _accept(self) -> None:
@@ -362,7 +375,7 @@ class LeaseServer:
         if isinstance(reply, Refused):
             raise WireClosed(reply.reason)
         self._unauthenticated.pop(wire, None)
-        wire.max_bytes = self._max_lookup_bytes
+        wire.max_bytes = self._max_long_request_bytes
 
     def _answer(self, message: bytes, wire: Wire) -> Reply | None:
         try:
@@ -389,6 +402,11 @@ class LeaseServer:
                 return LookupResult(nonce=request.nonce, remote=None)
             self.lookups.append((request, wire))
             return None
+        if isinstance(request, Demote):
+            if not self._takes_demotions:
+                return LeaseEnded(nonce=request.nonce, reason="not a KV store")
+            self.demotions.append(request)
+            return Ok(nonce=request.nonce)
         if not self._apply(request, self._clock()):
             self._counters["gone"] += 1
             return LeaseEnded(nonce=request.nonce, reason=_LEASE_GONE)

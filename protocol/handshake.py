@@ -354,6 +354,27 @@ class LookupResult(msgspec.Struct, frozen=True, tag="lookup_result", kw_only=Tru
     remote: RemotePrefill | None
 
 
+class Demote(msgspec.Struct, frozen=True, tag="demote", kw_only=True):
+    """Offers KV to a host's KV store, which pulls the tokens that it lacks.
+
+    The store ends the lease of `remote`. It completes the lease if it has all offered
+    tokens by then, and aborts the lease otherwise.
+
+    Attributes:
+        remote: Leased full blocks, without first tokens.
+        token_ids: The tokens from the start of the sequence that `remote` refers to.
+        first_token: The blocks of the tokens before this one are missing in `remote`,
+            because the store is expected to have them.
+    """
+
+    nonce: _Id
+    incarnation: _Id
+    remote: RemotePrefill
+    token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 31)]]
+    first_token: _Count = 0
+    cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)] = b""
+
+
 class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):
     nonce: str
     engine: EngineMetadata
@@ -395,28 +416,34 @@ class MessageError(ValueError):
     """A message that is malformed or not authentic; the text has the reason."""
 
 
-Request = GetMetadata | LeaseRequest | Subscribe | Lookup
+Request = GetMetadata | LeaseRequest | Subscribe | Lookup | Demote
 Reply = Metadata | Ok | LeaseEnded | Progress | Digest | LookupResult | Refused
 
-_requests = GetMetadata | Renew | Complete | AbortLease | GetDigest | Subscribe | Lookup
+_lease_requests = Renew | Complete | AbortLease | GetDigest
+_requests = GetMetadata | _lease_requests | Subscribe | Lookup | Demote
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(_requests)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _REQUEST = b"baton side channel request"
 _REPLY = b"baton side channel reply"
-_MAC_BYTES = 32
+MAC_BYTES = 32  # length of the MAC, which precedes the payload of a message
 
 
 def _mac(label: bytes, payload: bytes, secret: bytes) -> bytes:
     return hmac.digest(secret, label + b"\0" + payload, hashlib.sha256)
 
 
-def _sealed(label: bytes, message: Request | Reply, secret: bytes) -> bytes:
+def sealed(label: bytes, message: msgspec.Struct, secret: bytes) -> bytes:
+    """Returns a message with its MAC, as it is sent.
+
+    Args:
+        label: Identifies the direction and the kind of message.
+    """
     payload = msgspec.msgpack.encode(message)
     return _mac(label, payload, secret) + payload
 
 
-seal_request: Callable[[Request, bytes], bytes] = partial(_sealed, _REQUEST)
-seal_reply: Callable[[Reply, bytes], bytes] = partial(_sealed, _REPLY)
+seal_request: Callable[[Request, bytes], bytes] = partial(sealed, _REQUEST)
+seal_reply: Callable[[Reply, bytes], bytes] = partial(sealed, _REPLY)
 
 
 def open_request(message: bytes, secret: bytes) -> Request:
@@ -425,9 +452,9 @@ def open_request(message: bytes, secret: bytes) -> Request:
     Raises:
         MessageError: The message is malformed or not authentic.
     """
-    _check_authentic(message, _REQUEST, secret)
+    check_authentic(message, _REQUEST, secret)
     try:
-        return _request_decoder.decode(message[_MAC_BYTES:])
+        return _request_decoder.decode(message[MAC_BYTES:])
     except msgspec.MsgspecError as error:
         raise MessageError(f"request is malformed: {error}") from error
 
@@ -442,17 +469,18 @@ def open_reply(message: bytes, secret: bytes) -> Reply:
         MessageError: The message is malformed or not authentic.
     """
     try:
-        reply = _reply_decoder.decode(message[_MAC_BYTES:])
+        reply = _reply_decoder.decode(message[MAC_BYTES:])
     except msgspec.MsgspecError as error:
         raise MessageError(f"reply is malformed: {error}") from error
     if not isinstance(reply, Refused):
-        _check_authentic(message, _REPLY, secret)
+        check_authentic(message, _REPLY, secret)
     return reply
 
 
-def _check_authentic(message: bytes, label: bytes, secret: bytes) -> None:
-    expected = _mac(label, message[_MAC_BYTES:], secret)
-    if not hmac.compare_digest(message[:_MAC_BYTES], expected):
+def check_authentic(message: bytes, label: bytes, secret: bytes) -> None:
+    """Raises MessageError if the MAC of a message is wrong."""
+    expected = _mac(label, message[MAC_BYTES:], secret)
+    if not hmac.compare_digest(message[:MAC_BYTES], expected):
         raise MessageError(
             "the MAC is wrong: the two engines have different cluster secrets; give "
             "both servers the same BATON_CLUSTER_SECRET"

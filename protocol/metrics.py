@@ -221,6 +221,32 @@ TABLE = (
     Spec("baton_lease_gone", "counter", "engine",
          "Fences and renewals that were refused because the lease had ended or was "
          "never known."),
+    # Engine: the KV store of the host.
+    Spec("baton_host_kv_demotions", "counter", "engine",
+         "Offers of KV from this server to the KV store of its host, by outcome: "
+         "stored, dropped (by this server or by the store, which had too much to do), "
+         "lost (the store did not answer).", ("outcome",)),
+    Spec("baton_host_kv_lookups", "counter", "engine",
+         "Lookups of prompts in the KV store of the host, by outcome: found, none, "
+         "late (no reply in time).", ("outcome",)),
+    Spec("baton_host_kv_up", "gauge", "engine",
+         "1 while this server can use the KV store of its host."),
+    Spec("baton_kv_pulled_tokens", "counter", "engine",
+         "Tokens with pulled KV, by source: prefill (the prefill server of the "
+         "request), peer (another server that had the prefix cached), host (the KV "
+         "store of the host).", ("source",)),
+    # The KV store of the host. Every server of the host reports the same values.
+    Spec("baton_host_kv_blocks", "gauge", "engine",
+         "KV blocks of the host's store by state, as in baton_kv_blocks.", ("state",)),
+    Spec("baton_host_kv_capacity_tokens", "gauge", "engine",
+         "Tokens that the host's store can hold."),
+    Spec("baton_host_kv_evicted_blocks", "counter", "engine",
+         "KV blocks that the host's store has evicted."),
+    Spec("baton_host_kv_demoted_bytes", "counter", "engine",
+         "KV bytes that the host's store has pulled from servers."),
+    Spec("baton_host_kv_offers", "counter", "engine",
+         "Offers that the host's store has received, by outcome: stored, dropped, "
+         "evicted (the beginning had been evicted), failed.", ("outcome",)),
     # Proxy.
     Spec("baton_proxy_requests", "counter", "proxy",
          "Requests by path and reason. Paths: pd (disaggregated), decode_only (the "

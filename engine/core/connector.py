@@ -53,11 +53,11 @@ class KVConnector:
         raise AssertionError(f"{type(self).__name__} admits no remote sequences")
 
     def on_computed(self, sequence: Sequence) -> None:
-        """Called after each step that computed tokens of a request with a transfer id.
-        The step has finished on every rank."""
+        """Called after each step that computed tokens of a sequence. The step has
+        finished on every rank."""
 
     def on_end(self, sequence: Sequence) -> None:
-        """Called when a request with a transfer id has ended, with all its choices."""
+        """Called when a request has ended, with all its choices."""
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         """Called when a sequence ends because of its last token, or because it migrates

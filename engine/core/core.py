@@ -324,8 +324,7 @@ class EngineCore(CoreServices):
     ) -> None:
         sequence = item.sequence
         self.scheduler.commit(item)
-        if sequence.request.transfer_id is not None:
-            self.connector.on_computed(sequence)
+        self.connector.on_computed(sequence)
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs.add(scores)
             self._output.add_prompt_logprobs(sequence)
@@ -437,8 +436,7 @@ class EngineCore(CoreServices):
     def _forget(self, sequence: Sequence) -> None:
         """Removes a request that has ended with all its choices."""
         self.sequences.pop(sequence.request_id, None)
-        if sequence.request.transfer_id is not None:
-            self.connector.on_end(sequence)
+        self.connector.on_end(sequence)
 
     # -- statistics ---------------------------------------------------------------
 

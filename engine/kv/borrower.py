@@ -11,19 +11,20 @@ of sequences and blocks. The request id of a sequence is also the id of its pull
 """
 
 import logging
-import math
 import time
+from collections.abc import Callable
 
 import msgspec
 
-from engine.core.connector import KVConnector
+from engine.core.connector import CoreServices, KVConnector
 from engine.core.sequence import Phase, Sequence
 from engine.core.state.prompt_pull import PromptPull
 from engine.kv.borrower_counters import BorrowerCounters
+from engine.kv.prefix_lookups import PrefixLookups
 from engine.kv.rates import Rates
 from engine.kv.stalls import DeadlockTimer, QuarantineTimer, pulls_without_capacity
+from engine.kv.store_link import StoreRegion
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import (
     LookedUp,
     PeerDecided,
@@ -44,7 +45,7 @@ from protocol.errors import (
     PullCircuitOpen,
     from_code,
 )
-from protocol.handshake import Lookup
+from protocol.kv_store import STORE_PREFIX
 from protocol.messages import RemotePrefill
 from protocol.metrics import stat_key
 
@@ -64,6 +65,12 @@ class Borrower(KVConnector):
         rates: decides by measurements whether to pull a prefix that, according to the
             request's hint, another engine has.
         engine_id: the id of this engine.
+        get_region: returns the region of this host's KV store; None while there is
+            none.
+
+    Attributes:
+        on_promoted: called with a sequence, and the number of its tokens that a lookup
+            has found in the store.
     """
 
     def __init__(
@@ -73,14 +80,11 @@ class Borrower(KVConnector):
         quarantine_timeout_s: float,
         rates: Rates,
         engine_id: str,
+        get_region: Callable[[], StoreRegion | None] = lambda: None,
     ) -> None:
         self._coordinator = coordinator
         self._policy = policy
         self._rates = rates
-        self._engine_id = engine_id
-        # Sequences that wait for a lookup of their prefix on another engine, by request
-        # id.
-        self._looking_up: dict[str, Sequence] = {}
         # Sequences with a pull that has not ended, by request id.
         self._pulling: dict[str, Sequence] = {}
         # Blocks that READs of an ended pull may still write to, by request id.
@@ -88,6 +92,14 @@ class Borrower(KVConnector):
         self._deadlock = DeadlockTimer()
         self._quarantine = QuarantineTimer(quarantine_timeout_s)
         self._counters = BorrowerCounters(policy)
+        self._lookups = PrefixLookups(
+            coordinator, rates, self._counters, engine_id, get_region
+        )
+        self.on_promoted: Callable[[Sequence, int], None] = lambda *_: None
+
+    def bind(self, core: CoreServices) -> None:
+        super().bind(core)
+        self._lookups.bind(core)
 
     # -- requests -----------------------------------------------------------------
 
@@ -102,9 +114,10 @@ class Borrower(KVConnector):
             )
             if request.kv_unused is not None:
                 self.on_release(request.kv_unused)
+        if self._lookups.begin(sequence):
+            return
         if sequence.pull is None:
-            if not self._start_lookup(sequence):
-                self.core.enqueue(sequence)
+            self.core.enqueue(sequence)
             return
         remote = sequence.pull.remote
         # engine/http/legs/decode_leg.py has checked the reference against the request.
@@ -116,62 +129,35 @@ class Borrower(KVConnector):
             self._counters.count_redrawn_first_token()
         self._hold_and_enqueue(sequence, remote)
 
-    def _start_lookup(self, sequence: Sequence) -> bool:
-        """Sends a lookup of the prompt to the engine that the request's hint names, if
-        pulling the prefix is likely to take less time than computing it. Returns
-        whether a lookup was sent."""
-        hint = sequence.request.hint
-        if hint is None or sequence.is_scoring or hint.engine_id == self._engine_id:
-            return False
-        tables = self.core.scheduler.tables
-        prefix = self.core.scheduler.prefix
-        salt = sequence.request.cache_salt
-        max_tokens = tables.resume_limit(sequence, sequence.num_prompt_tokens - 1)
-        cached_blocks: list[int] = []
-        if prefix:
-            cached_blocks = prefix.match(
-                sequence.token_ids, max_tokens=max_tokens, salt=salt
-            )
-        num_cached = tables.num_tokens(cached_blocks)
-        min_tokens = self._rates.min_pull_tokens(key_of(hint))
-        should_pull = min(hint.num_tokens, max_tokens) - num_cached >= min_tokens
-        logger.debug(
-            "request %s: %d prompt tokens cached here, up to %d on %s, "
-            "pull threshold %g tokens: %s",
-            sequence.request_id,
-            num_cached,
-            hint.num_tokens,
-            hint.engine_id,
-            min_tokens,
-            "looking up" if should_pull else "computing",
-        )
-        if not should_pull:
-            self._counters.count_lookup("computed")
-            return False
-        self._looking_up[sequence.request_id] = sequence
-        lookup = Lookup(
-            nonce=f"lookup-{new_id()}",
-            incarnation=hint.incarnation,
-            token_ids=sequence.token_ids[:max_tokens],
-            min_tokens=num_cached + math.ceil(min_tokens),
-            cache_salt=salt,
-        )
-        self._coordinator.look_up(sequence.request_id, hint, lookup)
-        return True
-
     def _on_looked_up(self, event: LookedUp) -> None:
-        self._counters.count_lookup(event.outcome)
-        sequence = self._looking_up.pop(event.pull_id, None)
-        remote = event.remote
+        result = self._lookups.on_looked_up(event)
+        if result is None:
+            return
+        sequence = result.sequence
+        remote = result.remote
         if sequence is None:  # the request was aborted during the lookup
             if remote is not None:
                 self.on_release(remote)
-        elif remote is None:
+            return
+        if remote is not None:
+            self._use_prefix(sequence, remote, is_in_store=result.is_in_store)
+        if sequence.pull is None:
             self.core.enqueue(sequence)
         else:
-            self._rates.record_lookup(key_of(remote), event.seconds)
-            sequence.pull = PromptPull(remote, sequence.request)
-            self._hold_and_enqueue(sequence, remote)
+            self._hold_and_enqueue(sequence, sequence.pull.remote)
+
+    def _use_prefix(
+        self, sequence: Sequence, remote: RemotePrefill, *, is_in_store: bool
+    ) -> None:
+        """Pulls a prefix that a lookup has found, instead of the KV that the reference
+        of a resumed request names."""
+        if sequence.pull is not None:
+            self.on_release(sequence.pull.remote)
+            for choice in sequence.choices:
+                choice.request = msgspec.structs.replace(choice.request, remote=None)
+        sequence.pull = PromptPull(remote, sequence.request)
+        if is_in_store:
+            self.on_promoted(sequence, remote.num_tokens)
 
     def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
         """Starts to renew the lease on the remote KV regularly. Enqueues the sequence
@@ -222,7 +208,8 @@ class Borrower(KVConnector):
             self._release_remote(sequence)
 
     def on_abort(self, sequence: Sequence) -> bool:
-        self._looking_up.pop(sequence.request_id, None)
+        if self._lookups.forget(sequence) and sequence.pull is not None:
+            self.on_release(sequence.pull.remote)
         if self._pulling.get(sequence.request_id) is not sequence:
             return False
         self._release_remote(sequence)
@@ -234,7 +221,7 @@ class Borrower(KVConnector):
 
     def on_release(self, remote: RemotePrefill) -> None:
         # A pull that is cancelled before it begins releases its lease.
-        pull_id = f"refused-{remote.lease_id}"
+        pull_id = f"refused-{remote.lease_id or remote.transfer_id}"
         self._coordinator.hold(pull_id, remote)
         self._coordinator.cancel(pull_id)
 
@@ -366,12 +353,23 @@ class Borrower(KVConnector):
         self._counters.count_transfer(event)
         if sequence.pull is not None:
             peer = key_of(sequence.pull.remote)
+            self._counters.count_pulled_tokens(
+                self._source_of(sequence), event.num_tokens
+            )
             self._rates.record_pull(peer, event.nbytes, event.seconds)
         times = sequence.times
         if times.admitted is not None:  # the pull began at the admission
             times.pulled = times.admitted + event.seconds
             times.read = times.pulled - event.fence_s
         self.core.scheduler.finish_pull(sequence, is_converted=event.is_converted)
+
+    def _source_of(self, sequence: Sequence) -> str:
+        """The label `source` of baton_kv_pulled_tokens for a sequence with a pull."""
+        assert sequence.pull is not None
+        if sequence.request.remote is not None:
+            return "prefill"
+        is_in_store = sequence.pull.remote.engine_id.startswith(STORE_PREFIX)
+        return "host" if is_in_store else "peer"
 
     def _on_failed(self, event: PullFailed) -> None:
         """Recomputes or fails the sequence of a failed pull. Quarantines the blocks

@@ -7,6 +7,7 @@ from protocol.errors import BatonError, InternalError, RemoteKVError
 from protocol.metrics import EngineHistogram, stat_key
 
 _LOOKUP_OUTCOMES = ("found", "none", "late", "computed")
+_PULL_SOURCES = ("prefill", "peer", "host")
 
 
 class BorrowerCounters:
@@ -43,6 +44,18 @@ class BorrowerCounters:
             outcome: one of _LOOKUP_OUTCOMES; "computed" if no lookup was sent.
         """
         self._totals[stat_key("baton_kv_lookups", outcome=outcome)] += 1
+
+    def count_store_lookup(self, outcome: str) -> None:
+        """Counts a lookup in the KV store of this host; `outcome` as in LookedUp."""
+        self._totals[stat_key("baton_host_kv_lookups", outcome=outcome)] += 1
+
+    def count_pulled_tokens(self, source: str, num_tokens: int) -> None:
+        """Counts the tokens of a pull that succeeded.
+
+        Args:
+            source: one of _PULL_SOURCES.
+        """
+        self._totals[stat_key("baton_kv_pulled_tokens", source=source)] += num_tokens
 
     def count_transfer(self, event: PullDone) -> None:
         """Counts a pull that succeeded, with its bytes, duration and verification."""
@@ -93,6 +106,10 @@ def _initial_totals(policy: str) -> dict[str, float]:
         names.append(stat_key("baton_kv_unverified_tokens", reason=reason))
     for outcome in _LOOKUP_OUTCOMES:
         names.append(stat_key("baton_kv_lookups", outcome=outcome))
+    for outcome in ("found", "none", "late"):
+        names.append(stat_key("baton_host_kv_lookups", outcome=outcome))
+    for source in _PULL_SOURCES:
+        names.append(stat_key("baton_kv_pulled_tokens", source=source))
     for error in errors:
         names.append(stat_key("baton_kv_transfer_failures", code=error.code))
     for path in PATHS:

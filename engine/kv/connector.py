@@ -5,21 +5,34 @@ from typing import Any
 from engine.core.connector import CoreServices, KVConnector
 from engine.core.sequence import Sequence
 from engine.kv.borrower import Borrower
+from engine.kv.host_tier import HostTier
 from engine.kv.lender import Lender
 from protocol.messages import RemotePrefill
 
 
 class Connector(KVConnector):
     """The connector of every engine. The lender handles requests with KV that other
-    engines will pull; the borrower handles requests with KV on another engine."""
+    engines will pull; the borrower handles requests with KV on another engine.
 
-    def __init__(self, lender: Lender, borrower: Borrower) -> None:
+    Args:
+        host_tier: the use of the host's KV store; None if there is none.
+    """
+
+    def __init__(
+        self, lender: Lender, borrower: Borrower, host_tier: HostTier | None = None
+    ) -> None:
         self._lender = lender
         self._borrower = borrower
+        self._host_tier = host_tier
 
     def bind(self, core: CoreServices) -> None:
         self._lender.bind(core)
         self._borrower.bind(core)
+        if self._host_tier is not None:
+            demoter = self._host_tier.demoter
+            demoter.bind(core, self._lender.references)
+            self._lender.on_lease_ended = demoter.on_lease_ended
+            self._borrower.on_promoted = demoter.on_promoted
 
     def on_add(self, sequence: Sequence) -> None:
         pull = sequence.pull
@@ -33,10 +46,16 @@ class Connector(KVConnector):
         self._borrower.on_receive(sequence)
 
     def on_computed(self, sequence: Sequence) -> None:
-        self._lender.on_computed(sequence)
+        if sequence.request.transfer_id is not None:
+            self._lender.on_computed(sequence)
+        if self._host_tier is not None:
+            self._host_tier.demoter.on_published(sequence)
 
     def on_end(self, sequence: Sequence) -> None:
-        self._lender.on_end(sequence)
+        if sequence.request.transfer_id is not None:
+            self._lender.on_end(sequence)
+        if self._host_tier is not None:
+            self._host_tier.demoter.on_end(sequence)
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
         self._borrower.on_finish(sequence)
@@ -55,9 +74,14 @@ class Connector(KVConnector):
     def poll(self) -> None:
         self._lender.poll()
         self._borrower.poll()
+        if self._host_tier is not None:
+            self._host_tier.demoter.poll()
 
     def stats(self) -> dict[str, float]:
-        return {**self._lender.stats(), **self._borrower.stats()}
+        tier_stats = {} if self._host_tier is None else self._host_tier.stats()
+        return {**self._lender.stats(), **self._borrower.stats(), **tier_stats}
 
     def close(self) -> None:
+        if self._host_tier is not None:
+            self._host_tier.close()
         self._lender.close()

@@ -6,16 +6,18 @@ borrowers without waiting for a step. The lender grants leases on the core's thr
 each round of the core, the lender returns the blocks of ended leases to the allocator.
 """
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.connector import KVConnector
+from engine.core.connector import CoreServices, KVConnector
 from engine.core.sequence import Sequence
-from kvcache.blocks import BlockState
+from engine.kv.references import LookupAnswerer, ReferenceMaker
 from kvcache.groups import without_null_blocks
+from kvcache.lease import EndedLease
 from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.lease_client import new_id
 from protocol import kv_params
@@ -24,26 +26,51 @@ from protocol.messages import FirstToken, RemotePrefill, TokenLogprobs, http_req
 from protocol.metrics import stat_key
 
 _MAX_LOOKUPS_PER_ROUND = 4
-# Lookups get no unused blocks of the prefix cache once leases take this share of the
-# pool.
-_MAX_LEASED_SHARE = 0.5
 
 
 class Lender(KVConnector):
-    """Leases the KV of prompts to other engines, and ends these leases."""
+    """Leases the KV of prompts to other engines, and ends these leases.
+
+    Attributes:
+        references: makes the references to leased blocks; set by `bind`.
+        on_lease_ended: called with each lease that has ended.
+    """
+
+    references: ReferenceMaker
 
     def __init__(self, config: EngineConfig, leases: LeaseServer) -> None:
         self._config = config
         self._leases = leases
+        self.on_lease_ended: Callable[[EndedLease], None] = lambda ended: None
         # Ids of the leases that have not ended, by request id, or by the nonce of a
         # lookup.
         self._lease_ids: dict[str, str] = {}
         # Request ids by transfer id. If two requests use the same transfer id, the id
         # belongs to the later request.
         self._offering_requests: dict[str, str] = {}
-        self._lookups = dict.fromkeys(("found", "none", "full"), 0)
         # Whether the scheduler was deadlocked at the last call of `poll`.
         self._was_deadlocked = False
+
+    def bind(self, core: CoreServices) -> None:
+        super().bind(core)
+        config = self._config
+        self.references = ReferenceMaker(
+            host=config.side_channel_advertise,
+            port=self._leases.address[1],
+            engine_id=config.engine_id,
+            incarnation=config.incarnation,
+            lease_s=config.lease_s,
+            block_size=config.block_size,
+            tp=config.tp,
+            dcp=config.dcp,
+            num_groups=core.scheduler.limits.groups.count,
+        )
+        self._lookups = LookupAnswerer(
+            core.scheduler.allocator,
+            core.scheduler.prefix,
+            self._leases,
+            self.references,
+        )
 
     def offer_prompt(self, sequence: Sequence) -> None:
         """Announces a new prompt, so that borrowers can subscribe to it. Does nothing
@@ -184,7 +211,7 @@ class Lender(KVConnector):
         is_migrating = sequence.choices.migrating is sequence
         if sequence.prompt_logprobs is not None and not is_migrating:
             prompt_logprobs = sequence.prompt_logprobs.values
-        remote = self._reference(
+        remote = self.references.make(
             sequence.request_id,
             block_ids,
             lease_id,
@@ -210,38 +237,6 @@ class Lender(KVConnector):
         )
         return params.to_json()
 
-    def _reference(
-        self,
-        request_id: str,
-        block_ids: list[int],
-        lease_id: str,
-        num_tokens: int,
-        **details: Any,
-    ) -> RemotePrefill:
-        """Returns a reference to leased blocks.
-
-        If `dcp` ranks share tokens, a block of a table is a block on each of these
-        ranks. The reference therefore names every block `dcp` times.
-        """
-        config = self._config
-        num_groups = self.core.scheduler.limits.groups.count
-        num_blocks = -(-num_tokens // config.block_size) * num_groups
-        rank_block_ids = [block for block in block_ids for _ in range(config.dcp)]
-        return RemotePrefill(
-            host=config.side_channel_advertise,
-            port=self._leases.address[1],
-            engine_id=config.engine_id,
-            incarnation=config.incarnation,
-            request_id=request_id,
-            lease_id=lease_id,
-            lease_s=config.lease_s,
-            block_ids=rank_block_ids[:num_blocks],
-            block_size=config.block_size,
-            num_tokens=num_tokens,
-            tp_size=config.tp,
-            **details,
-        )
-
     def on_abort_unknown(self, request_id: str) -> None:
         """Ends the lease on a finished prompt after its client has disconnected."""
         if lease_id := self._lease_ids.get(request_id):
@@ -262,6 +257,7 @@ class Lender(KVConnector):
             )
             if self._lease_ids.get(ended.request_id) == ended.lease_id:
                 del self._lease_ids[ended.request_id]
+            self.on_lease_ended(ended)
         self._advance_leased_prompts()
         for _ in range(_MAX_LOOKUPS_PER_ROUND):
             if not self._leases.lookups:
@@ -293,67 +289,18 @@ class Lender(KVConnector):
                 return
 
     def _look_up(self, lookup: Lookup) -> RemotePrefill | None:
-        """Leases the longest cached prefix of a prompt, and counts the outcome. Returns
-        a reference, or None if the prefix is too short or too many blocks are leased.
-
-        Sequences of this engine may use the leased blocks at the same time.
-        """
+        """Leases the longest cached prefix of a prompt; see LookupAnswerer. Leaves as
+        many blocks as the first waiting request needs."""
         scheduler = self.core.scheduler
-        cached_blocks: list[int] = []
-        if scheduler.prefix is not None:
-            cached_blocks = scheduler.prefix.match(
-                lookup.token_ids, salt=lookup.cache_salt
-            )
-        if scheduler.tables.num_tokens(cached_blocks) < lookup.min_tokens:
-            self._lookups["none"] += 1
-            return None
-        block_ids = self._leasable_prefix(cached_blocks)
-        num_tokens = scheduler.tables.num_tokens(block_ids)
-        if not block_ids or num_tokens < lookup.min_tokens:
-            self._lookups["full"] += 1
-            return None
-        self._lookups["found"] += 1
-        scheduler.allocator.lease(without_null_blocks(block_ids))
-        lease_id = self._leases.grant(lookup.nonce, block_ids, self._config.lease_s)
-        self._lease_ids[lookup.nonce] = lease_id
-        return self._reference(
-            lookup.nonce,
-            block_ids,
-            lease_id,
-            num_tokens,
-            cached_tokens=num_tokens,
-            first_tokens=[],
-        )
-
-    def _leasable_prefix(self, block_ids: list[int]) -> list[int]:
-        """The leading blocks of `block_ids` that can be leased to a lookup.
-
-        The leases may take half of the pool, but must leave as many blocks as the first
-        waiting request needs. Blocks that a sequence uses can always be leased, because
-        they are not available anyway.
-        """
-        scheduler = self.core.scheduler
-        allocator = scheduler.allocator
         num_needed = 0
         for sequence in islice(scheduler.waiting, 1):
             num_needed = scheduler.tables.num_blocks_for(
                 sequence, len(sequence.token_ids)
             )
-        max_leased = min(
-            allocator.capacity * _MAX_LEASED_SHARE, allocator.capacity - num_needed
-        )
-        num_left = max_leased - allocator.counts()[BlockState.LEASED]
-        leasable: list[int] = []
-        for block in block_ids:
-            num_left -= allocator.state(block) is BlockState.CACHED
-            if num_left < 0:
-                break
-            leasable.append(block)
-        if scheduler.limits.groups.drops_blocks and len(leasable) < len(block_ids):
-            # The blocks in the windows at the end of a shorter prefix may have been
-            # released.
-            return []
-        return leasable
+        remote = self._lookups.answer(lookup, num_needed)
+        if remote is not None:
+            self._lease_ids[lookup.nonce] = remote.lease_id
+        return remote
 
     def stats(self) -> dict[str, float]:
         counters = self._leases.counters()
@@ -362,9 +309,7 @@ class Lender(KVConnector):
             "baton_lease_renewals": float(counters["renewed"]),
             "baton_lease_gone": float(counters["gone"]),
         }
-        for outcome, count in self._lookups.items():
-            key = stat_key("baton_kv_lookups_answered", outcome=outcome)
-            values[key] = float(count)
+        values |= self._lookups.stats()
         for event in ("granted", "completed", "expired", "aborted"):
             values[stat_key("baton_leases", event=event)] = float(counters[event])
         return values

@@ -38,6 +38,15 @@ def pulls_without_capacity(scheduler: Scheduler) -> list[Sequence]:
     return sequences
 
 
+def is_short_of_blocks(scheduler: Scheduler) -> bool:
+    """Whether the first waiting request needs more blocks than are available."""
+    if not scheduler.waiting:
+        return False
+    first = scheduler.waiting[0]
+    needed = scheduler.tables.num_blocks_for(first, first.num_to_admit)
+    return not scheduler.allocator.can_allocate(needed)
+
+
 class DeadlockTimer:
     """Detects two engines that each wait for blocks leased to the other.
 

@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.geometry import kv_groups
 from engine.kv.borrower import Borrower
 from engine.kv.connector import Connector
+from engine.kv.host_tier import HostTier
 from engine.kv.lender import Lender
 from engine.kv.rates import BorrowMode, Rates
 from engine.worker.memory import make_memory, max_sequence_tokens_in
@@ -136,6 +137,7 @@ class Engine:
         convert: whether the engine accepts KV with a dtype different from its own.
         launch_bytes: if set, the engine copies from the mapped memory of peers, at most
             this many bytes in a launch. Otherwise it reads with the agents.
+        store_link: a link to a store (tests/rigs/stores.py); None: there is no store.
         rng: source of the random choice of ranks that stall and fail.
         lease_clock, port: clock and port of the engine's lease server.
         limits: arguments of `make_core`.
@@ -162,6 +164,7 @@ class Engine:
         lease_s: float = 30.0,
         lease_clock: Callable[[], float] = time.monotonic,
         port: int = 0,
+        store_link: Any = None,
         rng: random.Random | None = None,
         **limits: Any,
     ) -> None:
@@ -231,18 +234,22 @@ class Engine:
         self.leases.start()
         self._work.start()
         self.rates = Rates(mode, 64, 1e9)
+        host_tier = None
+        if store_link is not None:
+            host_tier = HostTier(store_link, self.coordinator, self.leases)
         borrower = Borrower(
             self.coordinator,
             policy,
             quarantine_timeout_s,
             self.rates,
             self.config.engine_id,
+            host_tier.get_region if host_tier else lambda: None,
         )
         self.executor = self.make_executor(stripes, depth)
         self.core, _, self.out = make_core(
             num_blocks=num_blocks,
             block_size=block_size * dcp,
-            role=Connector(Lender(self.config, self.leases), borrower),
+            role=Connector(Lender(self.config, self.leases), borrower, host_tier),
             executor=self.executor,
             **limits,
         )

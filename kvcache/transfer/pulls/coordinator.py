@@ -55,6 +55,7 @@ from kvcache.transfer.pulls.rank_links import RankLinks
 from protocol.errors import BatonError, InternalError, PullCircuitOpen
 from protocol.handshake import (
     CompatRecord,
+    Demote,
     LeaseRequest,
     Lookup,
     LookupResult,
@@ -70,10 +71,6 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _CLOSE_LINGER_S = 0.2  # longest wait of `close` for aborts to be sent
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class PullCoordinator:
@@ -116,7 +113,7 @@ class PullCoordinator:
         self._clock = clock
         self._compat = compat
         self._verify = verify
-        self.on_event: Callable[[], None] = _do_nothing
+        self.on_event: Callable[[], None] = lambda: None
         self._events: deque[Event] = deque()
         self._counters: Counter[str] = Counter()
         self._pulls = PullTable()
@@ -169,6 +166,10 @@ class PullCoordinator:
     def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
         """Looks up the longest prefix cached on the engine. A LookedUp follows."""
         self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
+
+    def demote(self, address: Address, offer: Demote) -> None:
+        """Offers KV of this engine to the KV store at an address."""
+        self._call(lambda: self._lookups.post_long(address, offer))
 
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
         """Begins to renew the lease, before this engine has blocks to read into.
@@ -333,8 +334,7 @@ class PullCoordinator:
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        # If there were events already, `on_event` was called before, and the engine has
-        # not called `drain` yet. That call will return this event, too.
+        # With events before this one, the engine has not called `drain` yet.
         if len(self._events) == 1:
             self.on_event()
 

@@ -10,7 +10,14 @@ from msgspec.structs import replace
 
 from kvcache.transfer.pulls.messages import LookedUp, PullSettings, key_of
 from kvcache.transfer.pulls.peers import PeerRecord, PeerTable
-from protocol.handshake import AbortLease, GetMetadata, Lookup, LookupResult, Request
+from protocol.handshake import (
+    AbortLease,
+    Demote,
+    GetMetadata,
+    Lookup,
+    LookupResult,
+    Request,
+)
 from protocol.messages import KVHint, RemotePrefill
 
 
@@ -65,16 +72,22 @@ class Lookups:
         """
         metadata = peer.metadata
         if metadata is not None and peer.circuit.allows_pull(now, is_busy=True):
-            # GetMetadata comes first, because a lease server accepts a long message
-            # only after an authentic short message over the same connection.
-            self._post(peer.address, GetMetadata(nonce=f"before-{nonce}"))
             request = self._open[nonce].request
             layout = metadata.ranks[0].layout
             max_tokens = layout.num_blocks * layout.block_size * metadata.dcp_size
             token_ids = request.token_ids[:max_tokens]
-            self._post(peer.address, replace(request, token_ids=token_ids))
+            self.post_long(peer.address, replace(request, token_ids=token_ids))
         elif not peer.is_handshaking:
             self._end(nonce, "none", now)
+
+    def post_long(self, address: tuple[str, int], request: Lookup | Demote) -> None:
+        """Sends a request that may be long.
+
+        GetMetadata comes first, because a lease server accepts a long message only
+        after an authentic short message over the same connection.
+        """
+        self._post(address, GetMetadata(nonce=f"before-{request.nonce}"[:128]))
+        self._post(address, request)
 
     def deadline(self) -> float:
         """When to call `tick` next; infinity for never."""

@@ -1,0 +1,328 @@
+"""Offers the KV of this engine to the KV store of its host, which pulls a copy.
+
+The copy outlives its eviction here, and this engine. Blocks are offered soon after they
+were published, so that little is lost if this engine is killed. An offer leases the
+blocks until the store has read them. Nothing waits for the store:
+
+- A sequence has at most one offer in flight. Meanwhile it only grows its entry in the
+  queue, whose newest state is offered next.
+- MAX_OFFERS offers are in flight, with at most MAX_LEASED_SHARE of the pool. A longer
+  part of a sequence is offered piece by piece.
+- If the queue is full, its oldest entry is dropped.
+- While requests wait for blocks, only blocks that running sequences use are offered,
+  because these are not available anyway.
+
+The table of an offer comes from the prefix index, as that of a lookup, so it only
+contains blocks with good bytes.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from engine.core.connector import CoreServices
+from engine.core.sequence import Sequence
+from engine.kv.references import ReferenceMaker, num_table_tokens
+from engine.kv.stalls import is_short_of_blocks
+from engine.kv.store_link import StoreRegion
+from kvcache.blocks import NULL_BLOCK, BlockState
+from kvcache.groups import without_null_blocks
+from kvcache.lease import EndedLease, LeaseOutcome
+from kvcache.lease_server import LeaseServer
+from kvcache.prefix import PrefixCursor, PrefixIndex
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from protocol.handshake import Demote
+from protocol.metrics import stat_key
+
+MAX_OFFERS = 4
+MAX_LEASED_SHARE = 0.125
+MAX_QUEUED = 1024  # sequences with blocks to offer, running or ended
+# A running sequence is offered again when it has grown by this share, because an offer
+# contains the ids of all its tokens. Its end is always offered.
+_MIN_GROWTH = 1 / 64
+# The store renews the lease from the arrival of the offer on.
+_LEASE_S = 5.0
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A sequence with published blocks.
+
+    Attributes:
+        token_ids: the tokens of the sequence; a running sequence appends to the list.
+        num_published: number of tokens in published blocks.
+        num_offered: number of tokens in the last offer.
+        num_stored: number of tokens that the store has, as far as is known.
+        has_ended: the sequence will not grow.
+    """
+
+    token_ids: list[int]
+    salt: bytes
+    num_published: int = 0
+    num_offered: int = 0
+    num_stored: int = 0
+    has_ended: bool = False
+    is_in_flight: bool = False
+    cursor: PrefixCursor = field(default_factory=PrefixCursor)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """An offer whose lease has not ended."""
+
+    key: tuple[str, int]
+    entry: _Entry
+    num_tokens: int
+    num_leased: int
+
+
+class Demoter:
+    """The offers of one engine. All methods run on the core's thread.
+
+    Args:
+        get_region: returns the region of the store; None while there is none.
+    """
+
+    def __init__(
+        self,
+        get_region: Callable[[], StoreRegion | None],
+        coordinator: PullCoordinator,
+        leases: LeaseServer,
+    ) -> None:
+        self._get_region = get_region
+        self._coordinator = coordinator
+        self._leases = leases
+        self._region: StoreRegion | None = None
+        # By request id and choice.
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._queue: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._offers: dict[str, _Offer] = {}  # by lease id
+        self._outcomes = Counter(dict.fromkeys(("stored", "dropped", "lost"), 0))
+
+    def bind(self, core: CoreServices, references: ReferenceMaker) -> None:
+        """Connects this object to the core. Called once, before all other methods."""
+        self._core = core
+        self._references = references
+
+    # -- sequences
+
+    def on_published(self, sequence: Sequence) -> None:
+        """Queues a sequence whose full blocks may have been published."""
+        if self._region is None or _is_for_scoring(sequence):
+            return
+        block_size = self._core.scheduler.limits.block_size
+        num_published = sequence.num_computed // block_size * block_size
+        key = (sequence.request_id, sequence.choice)
+        entry = self._entries.get(key)
+        if entry is None:
+            if not num_published:
+                return
+            entry = _Entry(sequence.token_ids, sequence.request.cache_salt)
+            self._entries[key] = entry
+        entry.num_published = max(entry.num_published, num_published)
+        if not entry.is_in_flight and self._has_grown(entry):
+            self._enqueue(key)
+
+    def on_end(self, sequence: Sequence) -> None:
+        """Queues what the choices of a request that has ended have not offered yet."""
+        for choice in sequence.choices:
+            key = (choice.request_id, choice.choice)
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            entry.has_ended = True
+            if not entry.is_in_flight and self._has_grown(entry):
+                self._enqueue(key)
+            self._forget_if_done(key)
+
+    def on_promoted(self, sequence: Sequence, num_tokens: int) -> None:
+        """Records that the store has the first `num_tokens` tokens of a sequence."""
+        if self._region is None:
+            return
+        key = (sequence.request_id, sequence.choice)
+        entry = _Entry(sequence.token_ids, sequence.request.cache_salt)
+        entry.num_stored = self._whole_blocks(num_tokens, self._region)
+        entry.num_offered = entry.num_stored
+        self._entries[key] = entry
+
+    def _enqueue(self, key: tuple[str, int]) -> None:
+        self._queue.setdefault(key)
+        if len(self._queue) > MAX_QUEUED:
+            oldest, _ = self._queue.popitem(last=False)
+            self._outcomes["dropped"] += 1
+            self._forget_if_done(oldest)
+
+    def _has_grown(self, entry: _Entry) -> bool:
+        """Whether a sequence has enough new blocks for an offer."""
+        growth = entry.num_published - entry.num_offered
+        if entry.has_ended:
+            return growth > 0
+        block_size = self._core.scheduler.limits.block_size
+        return growth >= max(block_size, entry.num_published * _MIN_GROWTH)
+
+    def _forget_if_done(self, key: tuple[str, int]) -> None:
+        entry = self._entries[key]
+        if entry.has_ended and not entry.is_in_flight and key not in self._queue:
+            del self._entries[key]
+
+    # -- offers
+
+    def poll(self) -> None:
+        """Sends the offers that the limits allow now."""
+        region = self._get_region()
+        if region != self._region:
+            # The new region lacks what the old one had.
+            self._region = region
+            self._queue.clear()
+            self._entries.clear()
+        if region is None or not self._queue:
+            return
+        is_short = is_short_of_blocks(self._core.scheduler)
+        for key in list(self._queue):
+            entry = self._entries[key]
+            if entry.is_in_flight or (is_short and entry.has_ended):
+                continue
+            num_left = self._max_leased - sum(
+                offer.num_leased for offer in self._offers.values()
+            )
+            if len(self._offers) >= MAX_OFFERS or num_left <= 0:
+                return
+            self._offer(key, region, num_left, is_short=is_short)
+
+    @property
+    def _max_leased(self) -> int:
+        """The largest number of blocks that offers may lease at the same time."""
+        capacity = self._core.scheduler.allocator.capacity
+        return max(1, math.floor(capacity * MAX_LEASED_SHARE))
+
+    def _offer(
+        self,
+        key: tuple[str, int],
+        region: StoreRegion,
+        num_left: int,
+        *,
+        is_short: bool,
+    ) -> None:
+        """Offers the blocks that the store lacks, unless these may not be leased now.
+
+        Args:
+            num_left: number of blocks that may be leased.
+            is_short: requests wait for blocks, so blocks that no sequence uses may not
+                be leased.
+        """
+        entry = self._entries[key]
+        prefix = self._core.scheduler.prefix
+        assert prefix is not None  # settings require the prefix cache
+        allocator = self._core.scheduler.allocator
+        table = self._table_to_offer(prefix, entry, region, num_left)
+        blocks = without_null_blocks(table)
+        num_tokens = num_table_tokens(prefix, table)
+        has_idle = any(allocator.state(block) is BlockState.CACHED for block in blocks)
+        if num_left < len(blocks) <= self._max_leased or (is_short and has_idle):
+            return
+        del self._queue[key]
+        if not blocks or len(blocks) > self._max_leased:
+            # The blocks have been evicted here, or are too many for any offer.
+            self._outcomes["dropped"] += bool(blocks)
+            entry.num_offered = entry.num_published
+            self._forget_if_done(key)
+            return
+        allocator.lease(blocks)
+        lease_id = self._leases.grant(f"demotion-{id(entry):x}", table, _LEASE_S)
+        entry.num_offered = num_tokens
+        entry.is_in_flight = True
+        self._offers[lease_id] = _Offer(key, entry, num_tokens, len(blocks))
+        remote = self._references.make(
+            f"demotion-{lease_id}",
+            table,
+            lease_id,
+            num_tokens,
+            cached_tokens=num_tokens,
+            first_tokens=[],
+        )
+        offer = Demote(
+            nonce=f"demote-{lease_id}",
+            incarnation=region.incarnation,
+            remote=replace(
+                remote, lease_s=_LEASE_S, host=remote.host or region.local_host
+            ),
+            token_ids=entry.token_ids[:num_tokens],
+            first_token=entry.num_stored,
+            cache_salt=entry.salt,
+        )
+        self._coordinator.demote(region.address, offer)
+
+    def _table_to_offer(
+        self, prefix: PrefixIndex, entry: _Entry, region: StoreRegion, num_left: int
+    ) -> list[int]:
+        """The table of the longest published prefix of a sequence, without the blocks
+        of the tokens that the store has, and with at most `num_left` other blocks."""
+        groups = prefix.groups
+        step = prefix.block_size
+        if groups.drops_blocks:
+            # In a prefix that is cut to full blocks of the store, the blocks of the
+            # windows may be missing.
+            step = math.lcm(step, region.block_size)
+        num_tokens = entry.num_published
+        table: list[int] = []
+        while num_tokens := num_tokens // step * step:
+            table = prefix.match(
+                entry.token_ids,
+                max_tokens=num_tokens,
+                cursor=entry.cursor,
+                salt=entry.salt,
+            )
+            num_tokens = num_table_tokens(prefix, table)
+            if num_tokens % step == 0:
+                break
+        num_stored = entry.num_stored // prefix.block_size * groups.count
+        if not groups.drops_blocks:
+            # The windows of a shorter prefix would be incomplete.
+            del table[num_stored + num_left :]
+        table[:num_stored] = [NULL_BLOCK] * min(num_stored, len(table))
+        return table
+
+    def on_lease_ended(self, ended: EndedLease) -> None:
+        """Handles the end of an offer. Does nothing if the lease is of no offer."""
+        offer = self._offers.pop(ended.lease_id, None)
+        if offer is None:
+            return
+        entry = offer.entry
+        entry.is_in_flight = False
+        if ended.outcome is LeaseOutcome.COMPLETED and self._region is not None:
+            self._outcomes["stored"] += 1
+            entry.num_stored = self._whole_blocks(offer.num_tokens, self._region)
+        else:
+            is_lost = ended.outcome is LeaseOutcome.EXPIRED
+            self._outcomes["lost" if is_lost else "dropped"] += 1
+            # If the store may have evicted the beginning of the sequence, all of the
+            # sequence is offered once more.
+            entry.num_offered = 0 if entry.num_stored else entry.num_published
+            entry.num_stored = 0
+        if self._entries.get(offer.key) is entry:
+            if self._has_grown(entry):
+                self._enqueue(offer.key)
+            self._forget_if_done(offer.key)
+
+    def _whole_blocks(self, num_tokens: int, region: StoreRegion) -> int:
+        """The part of `num_tokens` tokens in blocks that are full on both sides: the
+        store has no partial blocks, and an offer begins with a block of this engine."""
+        block_size = self._core.scheduler.limits.block_size
+        num_stored = num_tokens // region.block_size * region.block_size
+        return num_stored // block_size * block_size
+
+    def stats(self) -> dict[str, float]:
+        """Values by series (protocol.metrics)."""
+        return {
+            stat_key("baton_host_kv_demotions", outcome=outcome): float(count)
+            for outcome, count in self._outcomes.items()
+        }
+
+
+def _is_for_scoring(sequence: Sequence) -> bool:
+    """Whether the client only wants logprobs of the prompt, or wants them too."""
+    request = sequence.request
+    return request.num_prompt_logprobs is not None or request.max_tokens == 0

@@ -1,0 +1,193 @@
+"""Looks up the beginning of a prompt where its KV may be: on the engine that the
+request's hint names, and in the KV store of this host.
+
+A lookup is sent only if a pull is likely to take less time than computing the tokens.
+The engine of the hint comes first, because a proxy has a reason to name it. If it has
+nothing, or does not answer in time, the store is next.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.connector import CoreServices
+from engine.core.sequence import Sequence
+from engine.kv.borrower_counters import BorrowerCounters
+from engine.kv.rates import Rates
+from engine.kv.store_link import StoreRegion
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.lease_client import new_id
+from kvcache.transfer.pulls.messages import LookedUp, key_of
+from protocol.handshake import Lookup
+from protocol.messages import KVHint, RemotePrefill
+
+logger = logging.getLogger("baton.kv")
+
+
+@dataclass(eq=False)
+class _OpenLookup:
+    """A sequence with a lookup in progress.
+
+    Attributes:
+        target: the engine or store that is queried now.
+        next_targets: those to query if `target` has nothing.
+        num_cached: number of tokens that need no lookup.
+        max_tokens: number of tokens to look up.
+    """
+
+    sequence: Sequence
+    target: KVHint
+    next_targets: list[KVHint]
+    num_cached: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class PrefixFound:
+    """The end of a lookup.
+
+    Attributes:
+        sequence: None if the request was aborted during the lookup.
+        remote: the reference; None if nothing was found.
+        is_in_store: the KV is in the store of this host.
+    """
+
+    sequence: Sequence | None
+    remote: RemotePrefill | None
+    is_in_store: bool = False
+
+
+class PrefixLookups:
+    """The lookups of one engine, at most one for each request.
+
+    Args:
+        rates: decides by measurements whether to pull a prefix.
+        engine_id: the id of this engine.
+        get_region: returns the region of this host's store; None while there is none.
+    """
+
+    def __init__(
+        self,
+        coordinator: PullCoordinator,
+        rates: Rates,
+        counters: BorrowerCounters,
+        engine_id: str,
+        get_region: Callable[[], StoreRegion | None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._rates = rates
+        self._counters = counters
+        self._engine_id = engine_id
+        self._get_region = get_region
+        self._open: dict[str, _OpenLookup] = {}  # by request id
+
+    def bind(self, core: CoreServices) -> None:
+        self._core = core
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Sends a lookup, if pulling the prefix is likely to take less time than
+        computing it. Returns whether a lookup was sent.
+
+        A request that resumes here also has outputs, which only the store may have in
+        addition to the prompt. If such a request has a reference to KV of its prompt,
+        the lookup must find more than the reference names.
+        """
+        request = sequence.request
+        pull = sequence.pull
+        if sequence.is_scoring or (pull is not None and not request.resumed_choices):
+            return False
+        max_tokens = self._max_tokens(sequence)
+        num_cached = self._num_cached(sequence, max_tokens)
+        targets = []
+        if pull is not None:
+            num_cached = max(num_cached, pull.num_to_pull(len(sequence.token_ids)))
+        elif request.hint is not None and request.hint.engine_id != self._engine_id:
+            if self._is_worth_a_pull(request.hint, sequence, num_cached, max_tokens):
+                targets.append(request.hint)
+            else:
+                self._counters.count_lookup("computed")
+        region = self._get_region()
+        if region is not None:
+            store = region.hint()
+            if self._is_worth_a_pull(store, sequence, num_cached, max_tokens):
+                targets.append(store)
+        if not targets:
+            return False
+        lookup = _OpenLookup(sequence, targets[0], targets[1:], num_cached, max_tokens)
+        self._open[sequence.request_id] = lookup
+        self._send(lookup)
+        return True
+
+    def _max_tokens(self, sequence: Sequence) -> int:
+        """The number of tokens whose KV may be pulled. The last token is computed,
+        because the next one is drawn from its logits."""
+        num_tokens = len(sequence.token_ids)
+        if sequence.choices.children:
+            num_tokens = sequence.num_prompt_tokens
+        return self._core.scheduler.tables.resume_limit(sequence, num_tokens - 1)
+
+    def _num_cached(self, sequence: Sequence, max_tokens: int) -> int:
+        prefix = self._core.scheduler.prefix
+        if prefix is None:
+            return 0
+        table = prefix.match(
+            sequence.token_ids,
+            max_tokens=max_tokens,
+            salt=sequence.request.cache_salt,
+        )
+        return self._core.scheduler.tables.num_tokens(table)
+
+    def _is_worth_a_pull(
+        self, target: KVHint, sequence: Sequence, num_cached: int, max_tokens: int
+    ) -> bool:
+        min_tokens = self._rates.min_pull_tokens(key_of(target))
+        should_pull = min(target.num_tokens, max_tokens) - num_cached >= min_tokens
+        logger.debug(
+            "request %s: %d prompt tokens cached here, up to %d on %s, "
+            "pull threshold %g tokens: %s",
+            sequence.request_id,
+            num_cached,
+            target.num_tokens,
+            target.engine_id,
+            min_tokens,
+            "looking up" if should_pull else "computing",
+        )
+        return should_pull
+
+    def _send(self, lookup: _OpenLookup) -> None:
+        sequence = lookup.sequence
+        target = lookup.target
+        min_tokens = math.ceil(self._rates.min_pull_tokens(key_of(target)))
+        request = Lookup(
+            nonce=f"lookup-{new_id()}",
+            incarnation=target.incarnation,
+            token_ids=sequence.token_ids[: lookup.max_tokens],
+            min_tokens=lookup.num_cached + min_tokens,
+            cache_salt=sequence.request.cache_salt,
+        )
+        self._coordinator.look_up(sequence.request_id, target, request)
+
+    def forget(self, sequence: Sequence) -> bool:
+        """Gives up the lookup of an aborted request. Returns whether there was one."""
+        return self._open.pop(sequence.request_id, None) is not None
+
+    def on_looked_up(self, event: LookedUp) -> PrefixFound | None:
+        """Handles the answer to a lookup. Returns the end of the lookup, or None if
+        another target is queried now."""
+        lookup = self._open.get(event.pull_id)
+        if lookup is None:
+            return PrefixFound(None, event.remote)
+        is_in_store = lookup.target is not lookup.sequence.request.hint
+        if is_in_store:
+            self._counters.count_store_lookup(event.outcome)
+        else:
+            self._counters.count_lookup(event.outcome)
+        if event.remote is not None:
+            self._rates.record_lookup(key_of(event.remote), event.seconds)
+        elif lookup.next_targets:
+            lookup.target = lookup.next_targets.pop(0)
+            self._send(lookup)
+            return None
+        del self._open[event.pull_id]
+        return PrefixFound(lookup.sequence, event.remote, is_in_store)

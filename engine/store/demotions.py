@@ -1,0 +1,265 @@
+"""The demotions to a region: KV that engines offer, and that the region pulls.
+
+    offered --> WAITING --blocks are free--> RECEIVING --pull done--> published: CACHED
+                   |                             `------pull failed-> FREE
+                   `--dropped: too many or too long waiting, or of no use
+
+The lease of the offer is renewed from its arrival on. It ends with the pull, so an
+engine sees how its demotion has ended: the lease is completed if the region has all
+offered tokens, else it is aborted.
+"""
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState, IntegrityError
+from kvcache.groups import without_null_blocks
+from kvcache.prefix import PrefixCursor, PrefixIndex
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import (
+    Event,
+    PullDone,
+    PullDrained,
+    PullFailed,
+    PullStuck,
+)
+from protocol.handshake import Demote
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
+
+MAX_WAITING = 64  # beyond this number of waiting offers, the oldest is dropped
+MAX_ACTIVE = 4  # pulls at the same time
+# An offer that has waited this long is dropped, because the engine cannot use the
+# blocks of the offer otherwise.
+MAX_WAIT_S = 5.0
+# How demotions end. "stored": the region has all tokens; "dropped": see the header;
+# "evicted": the region no longer has the tokens before the offered ones; "failed": the
+# pull has failed, or the lease of a waiting offer has ended.
+OUTCOMES = ("stored", "dropped", "evicted", "failed")
+
+
+@dataclass
+class _Demotion:
+    """An offer, and the blocks that its pull writes to.
+
+    Attributes:
+        stop: number of tokens that the region wants, in full blocks of the region.
+        offered_s: when the offer arrived.
+        start: number of tokens that the region had when the pull began.
+        table: the block table of the tokens, with shared blocks and `fresh_blocks`.
+        fresh_blocks: the blocks that the pull writes to.
+    """
+
+    offer: Demote
+    stop: int
+    offered_s: float
+    start: int = 0
+    table: list[int] = field(default_factory=list)
+    fresh_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def shared_blocks(self) -> list[int]:
+        fresh_blocks = set(self.fresh_blocks)
+        blocks = without_null_blocks(self.table)
+        return [block for block in blocks if block not in fresh_blocks]
+
+
+class Demotions:
+    """The waiting and active demotions of one region. One thread uses this object.
+
+    Attributes:
+        outcomes: number of ended demotions, by outcome.
+        num_bytes: bytes that were pulled.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        prefix: PrefixIndex,
+        coordinator: PullCoordinator,
+    ) -> None:
+        self._allocator = allocator
+        self._prefix = prefix
+        self._coordinator = coordinator
+        # By id of the pull, oldest first.
+        self._waiting: OrderedDict[str, _Demotion] = OrderedDict()
+        self._active: dict[str, _Demotion] = {}
+        # Blocks that READs of an ended pull may still write to, by id of the pull.
+        self._undrained: dict[str, list[int]] = {}
+        self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self.num_bytes = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self._active or self._undrained)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, offer: Demote, now_s: float) -> None:
+        """Takes an offer, and begins to renew its lease."""
+        pull_id = offer.remote.lease_id
+        if pull_id in self._waiting or pull_id in self._active:
+            return  # the engine has repeated its message
+        block_size = self._prefix.block_size
+        num_tokens = min(offer.remote.num_tokens, len(offer.token_ids))
+        stop = num_tokens // block_size * block_size
+        demotion = _Demotion(offer, stop, now_s)
+        self._coordinator.hold(pull_id, offer.remote)
+        self._waiting[pull_id] = demotion
+        if not stop or not self._can_ever_hold(stop):
+            self._drop(pull_id)
+        elif len(self._waiting) > MAX_WAITING:
+            self._drop(next(iter(self._waiting)))
+
+    def _can_ever_hold(self, num_tokens: int) -> bool:
+        groups = self._prefix.groups
+        needed = groups.num_blocks_for(num_tokens, 0, self._prefix.block_size)
+        return needed <= self._allocator.capacity
+
+    def _drop(self, pull_id: str, outcome: str = "dropped") -> None:
+        del self._waiting[pull_id]
+        self.outcomes[outcome] += 1
+        self._coordinator.cancel(pull_id)
+
+    def begin_pulls(self, now_s: float) -> None:
+        """Begins the pulls that fit, and drops the offers that have waited too long."""
+        for pull_id, demotion in list(self._waiting.items()):
+            if now_s - demotion.offered_s >= MAX_WAIT_S:
+                self._drop(pull_id)
+            elif len(self._active) < MAX_ACTIVE and not self._begin(pull_id, demotion):
+                return
+
+    def _begin(self, pull_id: str, demotion: _Demotion) -> bool:
+        """Begins the pull of a waiting demotion. Returns False if no other demotion
+        should be tried now, because blocks are missing."""
+        offer = demotion.offer
+        prefix = self._prefix
+        groups = prefix.groups
+        table = prefix.match(
+            offer.token_ids, max_tokens=demotion.stop, salt=offer.cache_salt
+        )
+        start = len(table) // groups.count * prefix.block_size
+        if start < offer.first_token:
+            self._drop(pull_id, "evicted")
+            return True
+        if any(
+            _brings_next_block(active, demotion, start, prefix.block_size)
+            for active in self._active.values()
+        ):
+            return True  # wait, so as not to read the same tokens twice
+        ranges = groups.token_ranges(start, demotion.stop, demotion.stop)
+        entries = groups.missing_entries(table, ranges, prefix.block_size)
+        allocator = self._allocator
+        hits = without_null_blocks(table)
+        num_idle = sum(allocator.state(block) is BlockState.CACHED for block in hits)
+        if len(entries) > allocator.num_available - num_idle:
+            return False
+        if not allocator.can_receive(len(entries)):
+            return False
+        allocator.share(hits)
+        demotion.fresh_blocks = allocator.allocate(len(entries))
+        allocator.receive(demotion.fresh_blocks)
+        groups.fill_entries(table, entries, demotion.fresh_blocks)
+        demotion.table = table
+        demotion.start = start
+        self._active[pull_id] = self._waiting.pop(pull_id)
+        # If nothing is missing, the pull only completes the lease.
+        self._coordinator.pull(
+            pull_id, offer.remote, start, demotion.stop, table, reach=demotion.stop
+        )
+        return True
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case PullDone():
+                self._on_done(event)
+            case PullFailed():
+                self._on_failed(event)
+            case PullStuck():
+                self._allocator.quarantine(self._undrained.get(event.pull_id, []))
+            case PullDrained():
+                self._allocator.drained(self._undrained.pop(event.pull_id, []))
+
+    def _on_done(self, event: PullDone) -> None:
+        demotion = self._active.pop(event.pull_id)
+        self.outcomes["stored"] += 1
+        self.num_bytes += event.nbytes
+        self._allocator.received(demotion.fresh_blocks)
+        self._prefix.publish(
+            demotion.offer.token_ids,
+            self._publishable(demotion),
+            cursor=PrefixCursor(),
+            salt=demotion.offer.cache_salt,
+        )
+        self._allocator.release(without_null_blocks(demotion.table))
+
+    def _publishable(self, demotion: _Demotion) -> list[int]:
+        """The table of a demotion without the blocks that the pull has filled only in
+        part. Such a block is where a group's window begins."""
+        groups = self._prefix.groups
+        block_size = self._prefix.block_size
+        table = list(demotion.table)
+        ranges = groups.token_ranges(demotion.start, demotion.stop, demotion.stop)
+        for group, tokens in enumerate(ranges):
+            index = tokens.start // block_size * groups.count + group
+            if tokens.start % block_size and index < len(table):
+                table[index] = NULL_BLOCK
+        return table
+
+    def _on_failed(self, event: PullFailed) -> None:
+        pull_id = event.pull_id
+        is_waiting = self._waiting.pop(pull_id, None) is not None
+        demotion = self._active.pop(pull_id, None)
+        if not is_waiting and demotion is None:
+            return  # the offer was dropped before
+        logger.info("a demotion failed: %s", event.error.message)
+        self.outcomes["failed"] += 1
+        if demotion is None:
+            return
+        if event.drained:
+            self._allocator.drained(demotion.fresh_blocks)
+        else:
+            self._allocator.quarantine(demotion.fresh_blocks)
+            self._undrained[pull_id] = demotion.fresh_blocks
+        self._allocator.release(demotion.shared_blocks)
+
+    def cancel_waiting(self) -> None:
+        """Drops all waiting offers, because the region closes."""
+        for pull_id in list(self._waiting):
+            self._drop(pull_id)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a block is held for no demotion, or if blocks of a
+        demotion are in the wrong state."""
+        shared_blocks: set[int] = set()
+        num_exposed = sum(map(len, self._undrained.values()))
+        for demotion in self._active.values():
+            shared_blocks.update(demotion.shared_blocks)
+            num_exposed += len(demotion.fresh_blocks)
+        counts = self._allocator.counts()
+        counted = counts[BlockState.RECEIVING] + counts[BlockState.QUARANTINED]
+        if (counts[BlockState.USED], counted) != (len(shared_blocks), num_exposed):
+            raise IntegrityError(
+                f"demotions share {len(shared_blocks)} blocks and expose {num_exposed} "
+                f"to READs, but the allocator counts {counts} (invariant I1)"
+            )
+
+
+def _brings_next_block(
+    active: _Demotion, waiting: _Demotion, start: int, block_size: int
+) -> bool:
+    """Whether an active pull brings the first block that a waiting demotion lacks.
+
+    Args:
+        start: number of tokens that the region has of the waiting demotion.
+    """
+    stop = start + block_size
+    return (
+        active.start <= start < active.stop
+        and waiting.stop >= stop
+        and active.offer.cache_salt == waiting.offer.cache_salt
+        and active.offer.token_ids[:stop] == waiting.offer.token_ids[:stop]
+    )

@@ -1,0 +1,163 @@
+"""A KV store in the process of the test, and engines that use it.
+
+The region is real. Its transport is the in-memory agent, and its link to engines is a
+value instead of a connection, so that a test decides when the store is reachable.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.kv.store_link import StoreRegion
+from engine.store.memory import RegionOptions
+from engine.store.region import Region
+from kvcache.transfer.pulls.messages import PullSettings
+from protocol.handshake import CompatRecord
+from protocol.kv_store import RegionSpec
+from tests.rigs.clock import Clock
+from tests.rigs.engines import COMPAT, SECRET, Engine, Group
+from tests.rigs.memory_agent import MemoryAgent
+
+
+class FixedLink:
+    """A link to a store that the test sets; see StoreLink."""
+
+    def __init__(self, region: StoreRegion | None = None) -> None:
+        self.region = region
+        self.stats: dict[str, float] = {}
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.region = None
+
+
+class Store:
+    """A store with one region of `num_blocks` usable blocks.
+
+    Attributes:
+        agents: the agents of the region, which can stall and fail.
+        clock: clock of the region's pulls.
+    """
+
+    def __init__(
+        self,
+        *,
+        compat: CompatRecord = COMPAT,
+        group_layers: int | None = None,
+        block_size: int = 4,
+        num_blocks: int = 400,
+        max_model_len: int = 64,
+        secret: bytes = SECRET,
+        settings: PullSettings | None = None,
+        lease_s: float = 30.0,
+        kv_verify: str = "off",
+        transfer: Any = "nixl",
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.agents: list[MemoryAgent] = []
+        self.clock = Clock()
+        spec = RegionSpec(
+            compat=compat,
+            group_layers=group_layers or compat.num_layers,
+            block_size=block_size,
+            max_model_len=max_model_len,
+        )
+        token_bytes = (
+            compat.total_kv_heads
+            * spec.group_layers
+            * compat.num_components
+            * compat.head_dim
+            * 4
+        )
+        options = RegionOptions(
+            host_kv_bytes=(num_blocks + 1) * block_size * token_bytes,
+            lease_s=lease_s,
+            staging_bytes=2**20,
+            kv_verify=kv_verify,
+            transfer=transfer,
+        )
+        more: dict[str, Any] = {} if clock is None else {"clock": clock}
+        self.region = Region(
+            spec,
+            options,
+            secret,
+            self._make_agent,
+            wake=lambda: None,
+            settings=settings,
+            pull_clock=self.clock,
+            **more,
+        )
+
+    def _make_agent(self, prefix: str) -> MemoryAgent:
+        agent = MemoryAgent(prefix)
+        self.agents.append(agent)
+        return agent
+
+    def link(self) -> FixedLink:
+        """Return a new link to the region, for one engine."""
+        opened = self.region.opened("")
+        region = StoreRegion(
+            address=("127.0.0.1", opened.port),
+            engine_id=opened.engine_id,
+            incarnation=opened.incarnation,
+            block_size=opened.block_size,
+            num_tokens=opened.num_tokens,
+        )
+        return FixedLink(region)
+
+    def num_stored(self, token_ids: list[int], salt: bytes = b"") -> int:
+        """Return how many of these tokens the region has."""
+        table = self.region.prefix.match(token_ids, salt=salt)
+        count = self.region.prefix.groups.count
+        return len(table) // count * self.region.prefix.block_size
+
+    def stall(self) -> None:
+        for agent in self.agents:
+            agent.stall()
+
+    def resume(self) -> None:
+        for agent in self.agents:
+            agent.resume()
+
+    def close(self) -> None:
+        self.resume()
+        self.region.close()
+
+
+class TieredGroup(Group):
+    """Engines with one store, which run their rounds together."""
+
+    def __init__(self, store: Store, *engines: Engine) -> None:
+        super().__init__(*engines)
+        self.store = store
+        self._ended: list[Engine] = []
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        def polls_store() -> bool:
+            self.store.region.poll()
+            self.store.region.check_integrity()
+            return condition()
+
+        super().until(polls_store, timeout_s)
+
+    def settle(self) -> None:
+        """Run rounds until every block of both tiers is free or cached."""
+        super().settle()
+        self.until(lambda: self.store.region.is_idle)
+        super().settle()
+
+    def until_stored(self, token_ids: list[int], num_tokens: int, **salt: Any) -> None:
+        """Run rounds until the store has the first `num_tokens` of these tokens."""
+        self.until(lambda: self.store.num_stored(token_ids, **salt) >= num_tokens)
+
+    def replace(self, engine: Engine, successor: Engine) -> None:
+        """End an engine as if it had been killed, and let another take its place."""
+        self.engines.remove(engine)
+        engine.end()
+        self._ended.append(engine)
+        self.engines.append(successor)
+
+    def close(self) -> None:
+        super().close()
+        self.store.close()

@@ -73,6 +73,11 @@ GROUPS = {
             program="proxy.__main__:main",
             options=f"{_SETTINGS}:ProxySettings",
         ),
+        "kv": Command(
+            "the KV store of a host, whose KV outlives the servers",
+            program="engine.store.__main__:main",
+            options=f"{_SETTINGS}:StoreSettings",
+        ),
     },
     "use and check an endpoint": {
         "chat": Command(

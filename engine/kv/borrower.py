@@ -45,7 +45,7 @@ from protocol.errors import (
     PullCircuitOpen,
     from_code,
 )
-from protocol.kv_store import STORE_PREFIX
+from protocol.ipc.kv_store import STORE_PREFIX
 from protocol.messages import RemotePrefill
 from protocol.metrics import stat_key
 

@@ -2,12 +2,21 @@
 
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.core.connector import CoreServices, KVConnector
 from engine.core.sequence import Sequence
 from engine.kv.borrower import Borrower
 from engine.kv.host_tier import HostTier
 from engine.kv.lender import Lender
+from engine.kv.rates import Rates
+from engine.kv.store_link import StoreLink
+from kvcache.layout import KVLayout
+from kvcache.lease_server import LeaseServer
+from kvcache.transfer.pulls.coordinator import PullCoordinator
+from protocol.handshake import CompatRecord
+from protocol.ipc.kv_store import RegionSpec
 from protocol.messages import RemotePrefill
+from protocol.settings.addresses import split_address
 
 
 class Connector(KVConnector):
@@ -85,3 +94,45 @@ class Connector(KVConnector):
         if self._host_tier is not None:
             self._host_tier.close()
         self._lender.close()
+
+
+def connector_of(
+    config: EngineConfig,
+    compat: CompatRecord,
+    layout: KVLayout,
+    coordinator: PullCoordinator,
+    leases: LeaseServer,
+    rates: Rates,
+    max_model_len: int,
+) -> Connector:
+    """Makes the connector of an engine, and connects it to the host's KV store if
+    there is one.
+
+    Args:
+        layout: the layout of rank 0's pool.
+        max_model_len: largest number of tokens of a sequence.
+    """
+    host_tier = None
+    if config.host_kv is not None:
+        spec = RegionSpec(
+            compat=compat,
+            group_layers=layout.num_layers,
+            block_size=layout.block_size,
+            max_model_len=max_model_len,
+        )
+        link = StoreLink(
+            split_address(config.host_kv),
+            config.cluster_secret,
+            config.engine_id,
+            spec,
+        )
+        host_tier = HostTier(link, coordinator, leases)
+    borrower = Borrower(
+        coordinator,
+        config.kv_load_failure_policy,
+        config.quarantine_timeout_s,
+        rates,
+        config.engine_id,
+        host_tier.get_region if host_tier else lambda: None,
+    )
+    return Connector(Lender(config, leases), borrower, host_tier)

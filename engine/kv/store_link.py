@@ -14,8 +14,7 @@ from select import select
 
 from kvcache.transfer.pulls.lease_client import Address, new_id
 from protocol.handshake import MessageError
-from protocol.ipc.wire import Wire, WireClosed, tune_socket
-from protocol.kv_store import (
+from protocol.ipc.kv_store import (
     MAX_MESSAGE_BYTES,
     OpenRegion,
     RegionOpened,
@@ -23,6 +22,7 @@ from protocol.kv_store import (
     read_store_reply,
     seal_open_region,
 )
+from protocol.ipc.wire import Wire, WireClosed, tune_socket
 from protocol.messages import KVHint
 from protocol.process.logging import get_logger
 from protocol.process.vital_threads import VitalThread

@@ -17,7 +17,7 @@ from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import AXES
-from protocol.kv_store import RegionSpec
+from protocol.ipc.kv_store import RegionSpec
 
 
 class RegionTooSmall(Exception):

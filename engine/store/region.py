@@ -31,7 +31,7 @@ from protocol.handshake import (
     EngineMetadata,
     LookupResult,
 )
-from protocol.kv_store import STORE_PREFIX, RegionOpened, RegionSpec
+from protocol.ipc.kv_store import STORE_PREFIX, RegionOpened, RegionSpec
 from protocol.metrics import stat_key
 
 # The other lookups are answered by the next call of `poll`.
@@ -89,25 +89,7 @@ class Region:
         self.num_tokens = (
             self.allocator.capacity // self.memory.groups.count * spec.block_size
         )
-        self._leases = LeaseServer(
-            options.host,
-            options.side_channel_port,
-            EngineMetadata(
-                protocol_version=PROTOCOL_VERSION,
-                engine_id=self.engine_id,
-                incarnation=self.incarnation,
-                compat=spec.compat,
-                tp_size=1,
-                ranks=[self.memory.metadata],
-                digests=DIGEST_VERSION,
-            ),
-            secret,
-            clock,
-            on_event=wake,
-            start_digest=self._coordinator.digest,
-            max_lookup_tokens=layout.num_blocks * spec.block_size,
-            max_demoted_ids=_MAX_IDS_PER_TOKEN * layout.num_blocks * spec.block_size,
-        )
+        self._leases = self._make_lease_server(options, secret)
         references = ReferenceMaker(
             host=options.host,
             port=self._leases.address[1],
@@ -124,6 +106,29 @@ class Region:
         )
         self.demotions = Demotions(self.allocator, self.prefix, self._coordinator)
         self._leases.start()
+
+    def _make_lease_server(self, options: RegionOptions, secret: bytes) -> LeaseServer:
+        max_tokens = self.allocator.num_blocks * self.spec.block_size
+        metadata = EngineMetadata(
+            protocol_version=PROTOCOL_VERSION,
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            compat=self.spec.compat,
+            tp_size=1,
+            ranks=[self.memory.metadata],
+            digests=DIGEST_VERSION,
+        )
+        return LeaseServer(
+            options.host,
+            options.side_channel_port,
+            metadata,
+            secret,
+            self._clock,
+            on_event=self._wake,
+            start_digest=self._coordinator.digest,
+            max_lookup_tokens=max_tokens,
+            max_demoted_ids=_MAX_IDS_PER_TOKEN * max_tokens,
+        )
 
     def _count_evictions(self) -> None:
         remove_node = self.allocator.on_evict

@@ -88,7 +88,9 @@ def _build(
         step_target=config.step_target,
         groups=rank.runner.groups,
     )
-    connector = rank.service.make_connector(_metadata(config, rank), transport.wake)
+    connector = rank.service.make_connector(
+        _metadata(config, rank), transport.wake, limits.max_model_len
+    )
     executor = RankExecutor(rank.runner, links)
     times = executor.measure_steps(limits.step_target)
     core = EngineCore(

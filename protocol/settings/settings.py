@@ -210,6 +210,52 @@ class ProxySettings(
         return not (self.has_keys or self.upstream_api_key)
 
 
+class StoreSettings(LogOptions, BatonSettings):
+    """The KV store of a host: keeps KV of its servers in host memory, which outlives
+    the servers.
+    """
+
+    topic: ClassVar[str] = "kv"
+    common: ClassVar[tuple[str, ...]] = (
+        "host_kv_bytes",
+        "host",
+        "port",
+        "cluster_secret",
+        "config",
+    )
+    host_kv_bytes: int | None = Field(None, ge=1, le=2**48)
+    """host memory for KV (bytes; None: a tenth of the free memory)"""
+    host: str = Field("127.0.0.1", min_length=1)
+    """IP address or host name to listen on"""
+    port: Port = Field(
+        8300, description="TCP port of the store (0: a free port, which is logged)"
+    )
+    side_channel_port: Port = Field(
+        0, description="TCP port over which KV is looked up and leased (0: a free port)"
+    )
+    cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
+    """cluster secret of the servers. Prefer the variable BATON_CLUSTER_SECRET (None:
+    the file that servers on this machine use)"""
+    transfer: Literal["auto", "nixl", "mapped"] = "nixl"
+    """transport of KV to the store, as in `baton decode`"""
+    staging_bytes: int = Field(64 * 2**20, ge=1, le=2**40)
+    """staging memory for KV with a different geometry (bytes)"""
+    kv_verify: Literal["off", "sample", "all"] = "off"
+    """compare the digests of KV from servers with those of the servers, as in
+    `baton decode`"""
+    shutdown_grace_s: Seconds = 5.0
+    """timeout of the shutdown, in which servers finish what they read (s)"""
+
+    @field_validator("cluster_secret")
+    @classmethod
+    def _check_is_configured(
+        cls, secret: SecretStr | None, info: ValidationInfo
+    ) -> SecretStr | None:
+        if secret is None and (host := info.data.get("host")):
+            check_is_local(host, f"--host {host}")
+        return secret
+
+
 class _Group(Options):
     """Options that `baton up` has for each kind of server, such as --prefill.count.
 
@@ -349,6 +395,7 @@ PROGRAMS: dict[str, type[BatonSettings]] = {
     "baton prefill": PrefillSettings,
     "baton decode": DecodeSettings,
     "baton proxy": ProxySettings,
+    "baton kv": StoreSettings,
     "baton up": UpSettings,
     "baton serve": ServeSettings,
 }

@@ -12,7 +12,7 @@ from engine.store.memory import RegionOptions
 from engine.store.region import Region
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol.handshake import CompatRecord
-from protocol.kv_store import RegionSpec
+from protocol.ipc.kv_store import RegionSpec
 from tests.rigs.clock import Clock
 from tests.rigs.engines import COMPAT, SECRET, Engine, Group
 from tests.rigs.memory_agent import MemoryAgent

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, SecretStr
 
 from deploy.healthcheck import LOOPBACK
-from protocol.settings.options import ModelOptions
+from protocol.settings.options import ModelOptions, TransferOptions
 from protocol.settings.server_options import (
     RESTART_WAIT_S,
     DisaggregationOptions,
@@ -22,13 +22,14 @@ from protocol.settings.settings import PROGRAMS as SETTINGS_BY_PROGRAM
 from protocol.settings.settings import LocalSettings, ProxySettings, to_argv
 from protocol.settings.sources import variable_name
 
-Kind = Literal["prefill", "decode", "proxy"]
+Kind = Literal["prefill", "decode", "proxy", "kv"]
 SERVERS: tuple[Kind, ...] = ("prefill", "decode")
 PROGRAMS: dict[Kind, tuple[str, ...]] = {
     "prefill": (sys.executable, "-m", "prefill_server"),
     "decode": (sys.executable, "-m", "decode_server"),
     "proxy": (sys.executable, "-m", "proxy"),
 }
+STORE_PROGRAM = (sys.executable, "-m", "engine.store")
 # By default, each server uses at least this many cores, or all cores if there are
 # fewer, even if servers then share cores. If two servers divided the cores of a small
 # machine instead, the time to first token would double. Sharing costs little, because
@@ -89,6 +90,7 @@ def server_command(
     cores: int,
     key: str | None = None,
     host: str = LOOPBACK,
+    store: str | None = None,
 ) -> Command:
     """Returns the command of a prefill or decode server, on free ports.
 
@@ -100,6 +102,7 @@ def server_command(
         key: The API key with which the proxy calls the servers. It is one of the
             servers' admin keys. None if the servers have no API keys.
         host: The address that the server listens on.
+        store: The address of the KV store, HOST:PORT, unless the group names a store.
 
     Raises:
         ValueError: The group has devices, but none are left for this server.
@@ -126,6 +129,8 @@ def server_command(
         *server_argv(settings, kind, cores=cores, host=host),
         *(f"--devices={device}" for device in devices),
     )
+    if store is not None and _can_use_store(group):
+        argv += (f"--host-kv={store}",)
     env = {"BATON_CLUSTER_SECRET": secret, **_environment(admin_key=admin_keys)}
     return Command(name, kind, argv, env)
 
@@ -177,6 +182,37 @@ def _changed_options(options: BaseModel, names: Iterable[str]) -> list[str]:
     fields = type(options).model_fields
     changed = [name for name in names if getattr(options, name) != fields[name].default]
     return to_argv(options, only=sorted(changed))
+
+
+def uses_store(settings: LocalSettings) -> bool:
+    """Returns whether any server can use a KV store that `baton up` starts."""
+    return any(map(_can_use_store, settings.server_groups().values()))
+
+
+def _can_use_store(group: TransferOptions) -> bool:
+    return (
+        group.host_kv is None
+        and group.enable_prefix_caching
+        and group.borrow_prefixes != "never"
+    )
+
+
+def store_command(settings: LocalSettings, num_bytes: int, secret: str) -> Command:
+    """Returns the command of the KV store, on a free port.
+
+    Args:
+        num_bytes: Host memory of the store.
+        secret: The cluster secret.
+    """
+    shared = ("log_level", "log_format", "shutdown_grace_s")
+    argv = (
+        *STORE_PROGRAM,
+        f"--host-kv-bytes={num_bytes}",
+        f"--host={LOOPBACK}",
+        "--port=0",
+        *to_argv(settings, only=shared),
+    )
+    return Command("kv", "kv", argv, {"BATON_CLUSTER_SECRET": secret})
 
 
 def proxy_command(

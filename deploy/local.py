@@ -88,6 +88,8 @@ def up(settings: LocalSettings, *, name: str = "up", only_warm: bool = False) ->
     with lifecycle.stop_signals(lambda _number, count: supervisor.on_signal(count)):
         try:
             print_settings(settings)
+            if not only_warm:
+                cluster.start_store()
             cluster.start_servers()
             if only_warm:
                 print_line("models and compiled kernels are stored for the next start")

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import secrets
-import subprocess
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +30,7 @@ from protocol.errors import InvalidRequest
 from protocol.ipc.wire import bind
 from protocol.openai.requests import validate
 from protocol.openai.sampling import MAX_INT31, GenerationConfig
-from protocol.settings.machine import available_cores
+from protocol.settings.machine import available_cores, has_gpu
 from protocol.settings.settings import EngineSettings
 from protocol.version import system_fingerprint
 
@@ -84,7 +83,7 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
         check_attention(config, model_config)
     except UnsupportedPool:
         # If the machine has no GPU, the ranks report this later, in a clearer message.
-        if config.device != "cuda" or _has_gpu():
+        if config.device != "cuda" or has_gpu():
             raise
     # Check the staging memory and the port before the ranks spend minutes on loading
     # the weights.
@@ -137,7 +136,7 @@ def engine_config(
     """Makes the configuration, without checking it and without the scales of FP8 KV."""
     device = str(settings.device)
     if device == "auto":
-        device = "cuda" if _has_gpu() else "cpu"
+        device = "cuda" if has_gpu() else "cpu"
     dtype = str(settings.dtype)
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
@@ -277,14 +276,3 @@ def _devices(settings: EngineSettings, device: str) -> list[int]:
             "or change --tp"
         )
     return list(settings.devices)
-
-
-def _has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU. This does not load torch."""
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listing.returncode == 0 and b"GPU" in listing.stdout

@@ -27,8 +27,12 @@ from deploy.commands import (
     proxy_command,
     server_command,
     server_indices,
+    store_command,
+    uses_store,
 )
-from deploy.healthcheck import url_host
+from deploy.healthcheck import LOOPBACK, url_host
+from protocol.process import lifecycle
+from protocol.settings.machine import free_host_bytes, has_gpu
 from protocol.settings.settings import LocalSettings
 
 # Shortest interval between two updates of the proxy. A failed update is repeated, and
@@ -37,6 +41,20 @@ UPDATE_INTERVAL_S = 0.5
 DRAINED = "drained"  # state of a member without requests that receives no new ones
 MAX_SERVERS = 2 * 64  # of one kind, including those that are draining
 MAX_LAST_WORDS_CHARS = 500  # of each part in a report
+_STORE_SHARE = 0.1  # of the free memory, for the KV store of a machine with GPUs
+
+
+def store_bytes(settings: LocalSettings) -> int:
+    """Returns the host memory of the KV store in bytes; 0: there is no store."""
+    if settings.host_kv_bytes is not None:
+        return settings.host_kv_bytes
+    devices = {
+        group.device or settings.device for group in settings.server_groups().values()
+    }
+    uses_gpu = "cuda" in devices or ("auto" in devices and has_gpu())
+    if settings.on != "local" or not uses_gpu:
+        return 0
+    return int(free_host_bytes() * _STORE_SHARE)
 
 
 class Cluster:
@@ -64,6 +82,8 @@ class Cluster:
             on_removed=self._on_removed,
             on_request=self._on_request,
         )
+        # Where servers of this machine reach the KV store; None: there is none.
+        self._store_address: str | None = None
         self._proxy: Part | None = None
         self._admin: ProxyAdmin | None = None
         # When each draining server is stopped even if it still has requests.
@@ -80,6 +100,24 @@ class Cluster:
         self._problem = ""
 
     # start
+
+    def start_store(self) -> None:
+        """Starts the KV store of this machine, unless the settings want none.
+
+        Without a store that starts, the servers run without it.
+        """
+        num_bytes = store_bytes(self.settings)
+        if not num_bytes or not uses_store(self.settings):
+            return
+        command = store_command(self.settings, num_bytes, self._secret)
+        part = self.supervisor.add("kv", "kv", lambda: command, is_optional=True)
+        self.supervisor.wait_until_ready(part)
+        if part.state is State.READY:
+            self._store_address = f"{LOOPBACK}:{part.ports['port']}"
+            print_line(
+                f"KV store: {num_bytes / 2**30:.1f} GiB of host memory "
+                f"(--host-kv-bytes {num_bytes}) at {self._store_address}"
+            )
 
     def start_servers(self) -> None:
         """Starts all servers, and waits until they are ready.
@@ -143,6 +181,7 @@ class Cluster:
             cores=self._place.cores,
             key=self.key,
             host=self._place.host,
+            store=self._store_address,
         )
 
     def _add(self, command: Command, *, is_added: bool = False) -> Part:
@@ -171,6 +210,11 @@ class Cluster:
         self._is_proxy_outdated = True
 
     def _on_removed(self, part: Part, reason: str) -> None:
+        if part.kind == "kv":
+            self._store_address = None
+            self._urls.pop(part, None)
+            print_line(f"kv ended: {reason}; the servers run without a KV store")
+            return
         if reason:
             self._problem = f"{part.name} ended before it was ready: {reason}"
             print_line(self._problem)

@@ -70,6 +70,7 @@ class Part:
         budget: The restarts of this part.
         is_added: The cluster was already running when the part was added, and the part
             has not been ready yet.
+        is_optional: The cluster continues without the part if it cannot be restarted.
         was_ready: The part has been ready in any of its runs.
         run: Number of the current run. Events of earlier runs are ignored.
         ports: The ports of the last run that was ready.
@@ -85,6 +86,7 @@ class Part:
     place: Place
     budget: RestartBudget
     is_added: bool = False
+    is_optional: bool = False
     was_ready: bool = False
     run: int = 0
     process: PartProcess | None = None
@@ -157,6 +159,7 @@ class Supervisor:
         place: Place | None = None,
         *,
         is_added: bool = False,
+        is_optional: bool = False,
     ) -> Part:
         """Starts a part, and returns it.
 
@@ -164,6 +167,7 @@ class Supervisor:
             place: Where the part runs; None: on this machine.
             is_added: The cluster is already running, so that it must not end if this
                 part cannot start.
+            is_optional: As in Part.
         """
         part = Part(
             name=name,
@@ -172,6 +176,7 @@ class Supervisor:
             place=place or LocalPlace(),
             budget=RestartBudget(self.max_restarts, self.restart_window_s),
             is_added=is_added,
+            is_optional=is_optional,
         )
         self.parts.append(part)
         self._start(part)
@@ -221,12 +226,12 @@ class Supervisor:
     # waiting
 
     def wait_until_ready(self, *parts: Part) -> None:
-        """Waits until all of `parts` are ready; see `wait`."""
+        """Waits until all of `parts` are ready or were removed; see `wait`."""
         self.wait(
             lambda: ", ".join(
                 f"{part.name} ({part.progress})"
                 for part in parts
-                if part.state is not State.READY
+                if part.state is not State.READY and part in self.parts
             )
         )
 
@@ -346,7 +351,8 @@ class Supervisor:
             ClusterFailed: The part is not restarted, and the cluster needs it.
         """
         is_restarted = part.was_ready and part.budget.max_restarts > 0
-        if not (is_restarted or part.is_added or part.state is State.ENDING):
+        may_end = part.is_added or part.is_optional or part.state is State.ENDING
+        if not (is_restarted or may_end):
             raise ClusterFailed(f"{part.name}: {reason}")
         part.deadline = time.monotonic() + FAILURE_EXIT_S
 
@@ -361,13 +367,16 @@ class Supervisor:
         if part.state is State.ENDING:
             self._remove(part, "")
             return
-        if part.is_added:
+        if part.is_added or (part.is_optional and not part.was_ready):
             self._remove(part, reason)
             return
         ended = f"{part.name} ended: {reason}"
         if not part.was_ready:
             raise ClusterFailed(ended)
         backoff_s = part.budget.take()
+        if backoff_s is None and part.is_optional:
+            self._remove(part, reason)
+            return
         limit = f"{part.budget.max_restarts} within {self.restart_window_s:g} s"
         if backoff_s is None and part.budget.max_restarts == 0:
             raise ClusterFailed(ended)

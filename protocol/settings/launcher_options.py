@@ -22,6 +22,11 @@ class LauncherOptions(Options):
     """how long a server that `baton scale` removes may finish its requests before it
     is stopped and its streams continue elsewhere (s)
     """
+    host_kv_bytes: int | None = Field(None, ge=0, le=2**48)
+    """host memory of a KV store, which keeps the servers' KV after it was evicted, and
+    after a server was killed (bytes; 0: no store; None: with GPUs a tenth of the free
+    memory, else no store)
+    """
     on: Literal["local", "ray"] = "local"
     """where the servers run. local: on this machine; ray: on the nodes of a Ray
     cluster, as actors
@@ -41,6 +46,17 @@ class LauncherOptions(Options):
                 "two out"
             )
         return window_s
+
+    @field_validator("on")
+    @classmethod
+    def _check_store_on_ray(cls, place: str, info: ValidationInfo) -> str:
+        if place == "ray" and info.data.get("host_kv_bytes"):
+            raise ValueError(
+                "ray runs servers on other hosts, and --host-kv-bytes has no effect "
+                "there: leave it out, or start `baton kv` on each node and give its "
+                "address with --prefill.host-kv and --decode.host-kv"
+            )
+        return place
 
     @field_validator("ray_address")
     @classmethod

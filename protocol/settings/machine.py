@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import os
 import secrets
+import subprocess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -166,3 +167,14 @@ def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return free
     return min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))
+
+
+def has_gpu() -> bool:
+    """Returns whether this machine has an NVIDIA GPU. This does not load torch."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.returncode == 0 and b"GPU" in listing.stdout

@@ -256,7 +256,7 @@ async def test_model_that_no_backend_serves_is_refused_before_ranks_start(
     def start(launch: Launch) -> None:
         raise _Started
 
-    monkeypatch.setattr("engine.prepare._has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("engine.prepare.has_gpu", lambda: has_gpu)
     options = {"model": str(ensure_model("gqa")), "device": device}
     server_and_listener = _make_server(
         _EndingEngine(), attention_backend="flashinfer", **options

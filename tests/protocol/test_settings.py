@@ -369,7 +369,7 @@ def test_help_explains_every_option(cls, capsys):
         parse(cls, ["--help=all"], prog="baton x")
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    words = "" if cls is PROXY else " [MODEL]"
+    words = " [MODEL]" if "model" in cls.model_fields else ""
     assert text.startswith(f"usage: baton x{words} [options]\n\n")
     assert "default: None" not in text and "tuple[" not in text
     assert "SecretStr" not in text and "{{" not in text

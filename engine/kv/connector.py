@@ -125,6 +125,7 @@ def connector_of(
             config.cluster_secret,
             config.engine_id,
             spec,
+            config.dcp,
         )
         host_tier = HostTier(link, coordinator, leases)
     borrower = Borrower(

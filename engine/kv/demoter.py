@@ -10,13 +10,15 @@ blocks until the store has read them. Nothing waits for the store:
   part of a sequence is offered piece by piece.
 - If the queue is full, its oldest entry is dropped.
 - While requests wait for blocks, only blocks that running sequences use are offered,
-  because these are not available anyway.
+  because these are not available anyway. An offer whose blocks are not in use any more
+  then ends after MAX_HOLD_S.
 
 The table of an offer comes from the prefix index, as that of a lookup, so it only
 contains blocks with good bytes.
 """
 
 import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from msgspec.structs import replace
 
 from engine.core.connector import CoreServices
 from engine.core.sequence import Sequence
-from engine.kv.references import ReferenceMaker, num_table_tokens
+from engine.kv.references import ReferenceMaker, lowest_reach, num_table_tokens
 from engine.kv.stalls import is_short_of_blocks
 from engine.kv.store_link import StoreRegion
 from kvcache.blocks import NULL_BLOCK, BlockState
@@ -39,6 +41,7 @@ from protocol.metrics import stat_key
 
 MAX_OFFERS = 4
 MAX_LEASED_SHARE = 0.125
+MAX_HOLD_S = 0.25
 MAX_QUEUED = 1024  # sequences with blocks to offer, running or ended
 # A running sequence is offered again when it has grown by this share, because an offer
 # contains the ids of all its tokens. Its end is always offered.
@@ -76,7 +79,8 @@ class _Offer:
     key: tuple[str, int]
     entry: _Entry
     num_tokens: int
-    num_leased: int
+    blocks: list[int]
+    started_s: float
 
 
 class Demoter:
@@ -178,19 +182,32 @@ class Demoter:
             self._region = region
             self._queue.clear()
             self._entries.clear()
-        if region is None or not self._queue:
+        if region is None or not (self._queue or self._offers):
             return
         is_short = is_short_of_blocks(self._core.scheduler)
+        if is_short:
+            self._end_long_offers()
         for key in list(self._queue):
             entry = self._entries[key]
             if entry.is_in_flight or (is_short and entry.has_ended):
                 continue
             num_left = self._max_leased - sum(
-                offer.num_leased for offer in self._offers.values()
+                len(offer.blocks) for offer in self._offers.values()
             )
             if len(self._offers) >= MAX_OFFERS or num_left <= 0:
                 return
             self._offer(key, region, num_left, is_short=is_short)
+
+    def _end_long_offers(self) -> None:
+        """Ends the leases that keep blocks from waiting requests for too long. The
+        store then drops what it has read."""
+        state_of = self._core.scheduler.allocator.state
+        latest_start_s = time.monotonic() - MAX_HOLD_S
+        for lease_id, offer in self._offers.items():
+            if offer.started_s <= latest_start_s and any(
+                state_of(block) is BlockState.LEASED for block in offer.blocks
+            ):
+                self._leases.abort(lease_id)
 
     @property
     def _max_leased(self) -> int:
@@ -234,7 +251,9 @@ class Demoter:
         lease_id = self._leases.grant(f"demotion-{id(entry):x}", table, _LEASE_S)
         entry.num_offered = num_tokens
         entry.is_in_flight = True
-        self._offers[lease_id] = _Offer(key, entry, num_tokens, len(blocks))
+        self._offers[lease_id] = _Offer(
+            key, entry, num_tokens, blocks, started_s=time.monotonic()
+        )
         remote = self._references.make(
             f"demotion-{lease_id}",
             table,
@@ -263,8 +282,8 @@ class Demoter:
         groups = prefix.groups
         step = prefix.block_size
         if groups.drops_blocks:
-            # In a prefix that is cut to full blocks of the store, the blocks of the
-            # windows may be missing.
+            # The blocks of the windows may be missing in a prefix that is cut to full
+            # blocks of the store.
             step = math.lcm(step, region.block_size)
         num_tokens = entry.num_published
         table: list[int] = []
@@ -272,12 +291,14 @@ class Demoter:
             table = prefix.match(
                 entry.token_ids,
                 max_tokens=num_tokens,
+                reach=lowest_reach(num_tokens, region.block_size),
                 cursor=entry.cursor,
                 salt=entry.salt,
             )
-            num_tokens = num_table_tokens(prefix, table)
-            if num_tokens % step == 0:
+            num_matched = num_table_tokens(prefix, table)
+            if num_matched == num_tokens or not groups.drops_blocks:
                 break
+            num_tokens = num_matched
         num_stored = entry.num_stored // prefix.block_size * groups.count
         if not groups.drops_blocks:
             # The windows of a shorter prefix would be incomplete.

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from select import select
 
+from kvcache.stripe import PlanError, Stripe
 from kvcache.transfer.pulls.lease_client import Address, new_id
 from protocol.handshake import MessageError
 from protocol.ipc.kv_store import (
@@ -72,18 +73,27 @@ class StoreUnusable(Exception):
 class StoreLink:
     """Keeps a region of the store at `address` open.
 
+    Args:
+        engine_id, dcp: of this engine.
+
     Attributes:
         region: the open region; None while the store cannot be used.
         stats: the latest values of the region, by metric series.
     """
 
     def __init__(
-        self, address: Address, secret: bytes, engine_id: str, spec: RegionSpec
+        self,
+        address: Address,
+        secret: bytes,
+        engine_id: str,
+        spec: RegionSpec,
+        dcp: int = 1,
     ) -> None:
         self._address = address
         self._secret = secret
         self._engine_id = engine_id
         self._spec = spec
+        self._stripe = Stripe(0, dcp, spec.block_size)
         self.region: StoreRegion | None = None
         self.stats: dict[str, float] = {}
         self._last_problem = ""
@@ -103,7 +113,13 @@ class StoreLink:
             try:
                 self._serve_connection()
                 problem = "the store has ended"
-            except (OSError, WireClosed, StoreUnusable, MessageError) as error:
+            except (
+                OSError,
+                WireClosed,
+                StoreUnusable,
+                MessageError,
+                PlanError,
+            ) as error:
                 problem = str(error) or type(error).__name__
             if self.region is not None:
                 self.region = None
@@ -129,8 +145,8 @@ class StoreLink:
 
         Raises:
             OSError, WireClosed: the connection is lost.
-            StoreUnusable, MessageError: the store refuses this engine, or its answer
-                is unusable.
+            StoreUnusable, MessageError, PlanError: the store refuses this engine, or
+                its answer or region is unusable.
         """
         with socket.create_connection(self._address, _CONNECT_TIMEOUT_S) as sock:
             tune_socket(sock)
@@ -163,6 +179,12 @@ class StoreLink:
                 raise StoreUnusable("this engine ends")
 
     def _set_region(self, reply: RegionOpened, local_host: str) -> None:
+        """Stores the answer of the store.
+
+        Raises:
+            PlanError: this engine cannot read blocks of the region's size.
+        """
+        self._stripe.check_remote(reply.block_size)
         region = StoreRegion(
             address=(self._address[0], reply.port),
             engine_id=reply.engine_id,

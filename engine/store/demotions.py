@@ -12,6 +12,7 @@ offered tokens, else it is aborted.
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
+from engine.kv.references import lowest_reach
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState, IntegrityError
 from kvcache.groups import without_null_blocks
 from kvcache.prefix import PrefixCursor, PrefixIndex
@@ -150,7 +151,8 @@ class Demotions:
             for active in self._active.values()
         ):
             return True  # wait, so as not to read the same tokens twice
-        ranges = groups.token_ranges(start, demotion.stop, demotion.stop)
+        demotion.start = start
+        ranges = self._ranges(demotion)
         entries = groups.missing_entries(table, ranges, prefix.block_size)
         allocator = self._allocator
         hits = without_null_blocks(table)
@@ -164,13 +166,23 @@ class Demotions:
         allocator.receive(demotion.fresh_blocks)
         groups.fill_entries(table, entries, demotion.fresh_blocks)
         demotion.table = table
-        demotion.start = start
         self._active[pull_id] = self._waiting.pop(pull_id)
         # If nothing is missing, the pull only completes the lease.
         self._coordinator.pull(
-            pull_id, offer.remote, start, demotion.stop, table, reach=demotion.stop
+            pull_id,
+            offer.remote,
+            start,
+            demotion.stop,
+            table,
+            reach=lowest_reach(demotion.stop, prefix.block_size),
         )
         return True
+
+    def _ranges(self, demotion: _Demotion) -> list[range]:
+        """For each layer group, the tokens that a demotion pulls."""
+        prefix = self._prefix
+        reach = lowest_reach(demotion.stop, prefix.block_size)
+        return prefix.groups.token_ranges(demotion.start, demotion.stop, reach)
 
     def on_event(self, event: Event) -> None:
         match event:
@@ -202,8 +214,7 @@ class Demotions:
         groups = self._prefix.groups
         block_size = self._prefix.block_size
         table = list(demotion.table)
-        ranges = groups.token_ranges(demotion.start, demotion.stop, demotion.stop)
-        for group, tokens in enumerate(ranges):
+        for group, tokens in enumerate(self._ranges(demotion)):
             index = tokens.start // block_size * groups.count + group
             if tokens.start % block_size and index < len(table):
                 table[index] = NULL_BLOCK

@@ -43,6 +43,7 @@ class Store:
         self._wake = wake
         self._clock = clock
         self.region: Region | None = None
+        self._last_refusal = ""  # so that an engine that tries again is logged once
         self._requested_s = 0.0  # when an engine last requested the region
 
     def open_region(self, request: OpenRegion) -> StoreReply:
@@ -50,7 +51,9 @@ class Store:
         try:
             region = self._region_for(request)
         except (RegionTooSmall, MemoryError, ValueError) as error:
-            logger.warning("%s: %s", request.engine_id, error)
+            if str(error) != self._last_refusal:
+                self._last_refusal = str(error)
+                logger.warning("%s: %s", request.engine_id, error)
             return RegionRefused(nonce=request.nonce, reason=str(error))
         self._requested_s = self._clock()
         return region.opened(request.nonce)

@@ -233,6 +233,7 @@ class Engine:
         )
         self.leases.start()
         self._work.start()
+        self.store_link = store_link
         self.rates = Rates(mode, 64, 1e9)
         host_tier = None
         if store_link is not None:

@@ -1,0 +1,203 @@
+"""Engines open regions of a store over its listener, and continue without a store that
+refuses them, is too small, or has ended.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.kv.store_link import StoreLink
+from engine.store import front as front_module
+from engine.store import store as store_module
+from engine.store.front import StoreFront
+from engine.store.memory import RegionOptions
+from engine.store.store import Store
+from protocol.ipc.kv_store import OpenRegion, RegionOpened, RegionRefused, RegionSpec
+from protocol.ipc.wire import Waker, listen
+from tests.rigs.engines import COMPAT, OTHER_COMPAT, SECRET
+from tests.rigs.memory_agent import MemoryAgent
+
+SPEC = RegionSpec(compat=COMPAT, group_layers=2, block_size=4, max_model_len=64)
+OPTIONS = RegionOptions(host_kv_bytes=1 << 16, staging_bytes=1 << 16)
+
+
+class Listening:
+    """A store that serves connections in a thread."""
+
+    def __init__(self, options: RegionOptions = OPTIONS, port: int = 0) -> None:
+        self.now_s = 1000.0
+        selector = DefaultSelector()
+        waker = Waker()
+        selector.register(waker, EVENT_READ, waker.clear)
+        listener = listen("127.0.0.1", port)
+        self.address = ("127.0.0.1", int(listener.getsockname()[1]))
+        self.store = Store(
+            options, SECRET, MemoryAgent, waker.wake, clock=lambda: self.now_s
+        )
+        self.front = StoreFront(listener, selector, SECRET, self.store.open_region)
+        self._stopping = threading.Event()
+
+        def serve() -> None:
+            while not self._stopping.is_set():
+                for key, _ in selector.select(0.02):
+                    key.data()
+                self.store.poll()
+            self.front.close()
+            self.store.close()
+
+        self._thread = threading.Thread(target=serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join(30)
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    running = Listening()
+    yield running
+    running.close()
+
+
+@contextmanager
+def linked(
+    address: tuple[str, int], spec: RegionSpec = SPEC, **options: Any
+) -> Iterator[StoreLink]:
+    secret = options.pop("secret", SECRET)
+    link = StoreLink(address, secret, "engine-1", spec, **options)
+    link.start()
+    yield link
+    link.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not become true"
+        time.sleep(0.01)
+
+
+def open_request(spec: RegionSpec = SPEC) -> OpenRegion:
+    return OpenRegion(nonce="n", engine_id="engine-1", spec=spec)
+
+
+@pytest.fixture
+def make_store() -> Iterator[Callable[..., Store]]:
+    stores: list[Store] = []
+
+    def make(host_kv_bytes: int = 1 << 16, **options: Any) -> Store:
+        region_options = RegionOptions(
+            host_kv_bytes=host_kv_bytes, staging_bytes=1 << 16
+        )
+        stores.append(
+            Store(region_options, SECRET, MemoryAgent, lambda: None, **options)
+        )
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def refusal(store: Store, spec: RegionSpec) -> str:
+    reply = store.open_region(open_request(spec))
+    assert isinstance(reply, RegionRefused)
+    return reply.reason
+
+
+def test_engines_of_one_model_share_a_region(make_store):
+    store = make_store()
+    replies = [
+        store.open_region(open_request(spec))
+        for spec in (SPEC, replace(SPEC, block_size=8))
+    ]
+    first, second = replies
+    assert isinstance(first, RegionOpened) and isinstance(second, RegionOpened)
+    assert first.incarnation == second.incarnation and second.block_size == 4
+
+
+def test_region_for_less_than_one_sequence_is_refused_with_the_needed_size(make_store):
+    store = make_store(host_kv_bytes=2048)
+    reason = refusal(store, SPEC)
+    assert "--host-kv-bytes 2048" in reason and "64 tokens" in reason
+    needed = int(reason.partition("use --host-kv-bytes ")[2].split()[0])
+    store = make_store(host_kv_bytes=needed)
+    assert isinstance(store.open_region(open_request()), RegionOpened)
+    refusal(make_store(host_kv_bytes=needed - 1), SPEC)
+
+
+def test_region_of_another_model_is_replaced_only_when_it_is_stale(make_store):
+    now_s = 0.0
+    store = make_store(clock=lambda: now_s)
+    first = store.open_region(open_request())
+    other = replace(SPEC, compat=OTHER_COMPAT)
+    now_s += store_module.STALE_REGION_S - 1
+    assert "in use by servers of another model" in refusal(store, other)
+    store.open_region(open_request())
+    now_s += store_module.STALE_REGION_S - 1
+    assert "model_fingerprint differs" in refusal(store, other)
+    now_s += 2
+    # A region that could not be created replaces nothing.
+    refusal(store, replace(other, max_model_len=1 << 20))
+    assert store.open_region(open_request()).incarnation == first.incarnation
+    now_s += store_module.STALE_REGION_S
+    second = store.open_region(open_request(other))
+    assert isinstance(second, RegionOpened)
+    assert second.incarnation != first.incarnation
+    refusal(store, SPEC)
+
+
+def test_link_knows_the_region_and_notices_the_end_of_the_store(listening):
+    with linked(listening.address) as link:
+        until(lambda: link.region is not None)
+        region = link.region
+        assert region.address[0] == "127.0.0.1" and region.block_size == 4
+        assert link.stats["baton_host_kv_capacity_tokens"] == region.num_tokens
+        listening.close()
+        until(lambda: link.region is None)
+        successor = Listening(port=listening.address[1])
+        try:
+            until(lambda: link.region is not None)
+            assert link.region.incarnation != region.incarnation
+        finally:
+            successor.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"secret": b"another secret"}, "the MAC is wrong"),
+        ({"spec": replace(SPEC, max_model_len=1 << 20)}, "use --host-kv-bytes"),
+        ({"dcp": 2, "spec": replace(SPEC, block_size=2)}, "--block-size 4"),
+    ],
+)
+def test_refused_engine_continues_without_the_store(listening, caplog, options, reason):
+    with linked(listening.address) as other:
+        until(lambda: other.region is not None)
+        with linked(listening.address, **options) as link:
+            until(lambda: any("continuing without" in line for line in caplog.messages))
+            assert link.region is None
+    lines = [line for line in caplog.messages if "continuing without" in line]
+    assert reason in lines[0] and "\n" not in lines[0]
+
+
+def test_malformed_and_unauthenticated_connections_do_no_harm(listening, monkeypatch):
+    monkeypatch.setattr(front_module, "MAX_CONNECTIONS", 4)
+    socks = [socket.create_connection(listening.address) for _ in range(8)]
+    for index, sock in enumerate(socks):
+        message = bytes([index]) * (index * 40)
+        sock.sendall(len(message).to_bytes(4, "little") + message)
+    huge = socket.create_connection(listening.address)
+    huge.sendall(b"\xff\xff\xff\xff" + b"x" * 1000)
+    with linked(listening.address) as link:
+        until(lambda: link.region is not None)
+    for sock in (*socks, huge):
+        sock.close()

@@ -191,7 +191,7 @@ class Demoter:
             entry = self._entries[key]
             if entry.is_in_flight or (is_short and entry.has_ended):
                 continue
-            num_left = self._max_leased - sum(
+            num_left = self._max_leased(region) - sum(
                 len(offer.blocks) for offer in self._offers.values()
             )
             if len(self._offers) >= MAX_OFFERS or num_left <= 0:
@@ -209,11 +209,16 @@ class Demoter:
             ):
                 self._leases.abort(lease_id)
 
-    @property
-    def _max_leased(self) -> int:
-        """The largest number of blocks that offers may lease at the same time."""
+    def _max_leased(self, region: StoreRegion) -> int:
+        """The largest number of blocks that offers may lease at the same time: a share
+        of the pool, but at least what fills a block of the store."""
+        limits = self._core.scheduler.limits
         capacity = self._core.scheduler.allocator.capacity
-        return max(1, math.floor(capacity * MAX_LEASED_SHARE))
+        per_store_block = -(-region.block_size // limits.block_size)
+        return max(
+            per_store_block * limits.groups.count,
+            math.floor(capacity * MAX_LEASED_SHARE),
+        )
 
     def _offer(
         self,
@@ -238,10 +243,11 @@ class Demoter:
         blocks = without_null_blocks(table)
         num_tokens = num_table_tokens(prefix, table)
         has_idle = any(allocator.state(block) is BlockState.CACHED for block in blocks)
-        if num_left < len(blocks) <= self._max_leased or (is_short and has_idle):
+        max_leased = self._max_leased(region)
+        if num_left < len(blocks) <= max_leased or (is_short and has_idle):
             return
         del self._queue[key]
-        if not blocks or len(blocks) > self._max_leased:
+        if not blocks or len(blocks) > max_leased:
             # The blocks have been evicted here, or are too many for any offer.
             self._outcomes["dropped"] += bool(blocks)
             entry.num_offered = entry.num_published
@@ -315,7 +321,11 @@ class Demoter:
         entry.is_in_flight = False
         if ended.outcome is LeaseOutcome.COMPLETED and self._region is not None:
             self._outcomes["stored"] += 1
-            entry.num_stored = self._whole_blocks(offer.num_tokens, self._region)
+            num_stored = self._whole_blocks(offer.num_tokens, self._region)
+            if num_stored <= entry.num_stored:
+                # The offer did not fill a block of the store, nor would the next one.
+                entry.num_offered = entry.num_published
+            entry.num_stored = num_stored
         else:
             is_lost = ended.outcome is LeaseOutcome.EXPIRED
             self._outcomes["lost" if is_lost else "dropped"] += 1

@@ -7,6 +7,8 @@ value instead of a connection, so that a test decides when the store is reachabl
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from engine.kv.store_link import StoreRegion
 from engine.store.memory import RegionOptions
 from engine.store.region import Region
@@ -112,6 +114,24 @@ class Store:
         count = self.region.prefix.groups.count
         return len(table) // count * self.region.prefix.block_size
 
+    def check_content(self) -> None:
+        """Compare all published KV with the tokens that it belongs to. The KV must come
+        from engines with a PoolExecutor.
+        """
+        canonical = self.region.memory.pool.canonical
+        pending = [self.region.prefix._root]
+        while pending:
+            node = pending.pop()
+            pending += node.children.values()
+            if not node.key:
+                continue
+            size = self.region.prefix.block_size
+            tokens = torch.frombuffer(bytearray(node.key), dtype=torch.int64)[:size]
+            (block,) = node.blocks
+            slots = canonical[block].permute(3, 0, 1, 2, 4).flatten(1)
+            expected = (tokens + 1.0).float()[:, None].expand_as(slots)
+            assert torch.equal(slots, expected), "KV of other tokens is published"
+
     def stall(self) -> None:
         for agent in self.agents:
             agent.stall()
@@ -126,7 +146,11 @@ class Store:
 
 
 class TieredGroup(Group):
-    """Engines with one store, which run their rounds together."""
+    """Engines with one store, which run their rounds together.
+
+    Attributes:
+        store: the store, which a test may replace.
+    """
 
     def __init__(self, store: Store, *engines: Engine) -> None:
         super().__init__(*engines)

@@ -191,10 +191,10 @@ class Demoter:
             entry = self._entries[key]
             if entry.is_in_flight or (is_short and entry.has_ended):
                 continue
-            num_left = self._max_leased(region) - sum(
-                len(offer.blocks) for offer in self._offers.values()
-            )
-            if len(self._offers) >= MAX_OFFERS or num_left <= 0:
+            num_leased = sum(len(offer.blocks) for offer in self._offers.values())
+            num_left = self._max_leased(region) - num_leased
+            is_full = num_left < self._min_piece_blocks(region)
+            if is_full or len(self._offers) >= MAX_OFFERS:
                 return
             self._offer(key, region, num_left, is_short=is_short)
 
@@ -209,16 +209,23 @@ class Demoter:
             ):
                 self._leases.abort(lease_id)
 
+    def _step_tokens(self, region: StoreRegion) -> int:
+        """The tokens that fill blocks both here and in the store."""
+        block_size = self._core.scheduler.limits.block_size
+        return math.lcm(block_size, region.block_size)
+
+    def _min_piece_blocks(self, region: StoreRegion) -> int:
+        """The number of blocks of the shortest piece that is offered."""
+        limits = self._core.scheduler.limits
+        num_blocks = self._step_tokens(region) // limits.block_size
+        return num_blocks * limits.groups.count
+
     def _max_leased(self, region: StoreRegion) -> int:
         """The largest number of blocks that offers may lease at the same time: a share
-        of the pool, but at least what fills a block of the store."""
-        limits = self._core.scheduler.limits
+        of the pool, but at least one piece."""
         capacity = self._core.scheduler.allocator.capacity
-        per_store_block = -(-region.block_size // limits.block_size)
-        return max(
-            per_store_block * limits.groups.count,
-            math.floor(capacity * MAX_LEASED_SHARE),
-        )
+        share = math.floor(capacity * MAX_LEASED_SHARE)
+        return max(self._min_piece_blocks(region), share)
 
     def _offer(
         self,
@@ -243,13 +250,11 @@ class Demoter:
         blocks = without_null_blocks(table)
         num_tokens = num_table_tokens(prefix, table)
         has_idle = any(allocator.state(block) is BlockState.CACHED for block in blocks)
-        max_leased = self._max_leased(region)
-        if num_left < len(blocks) <= max_leased or (is_short and has_idle):
+        if is_short and has_idle:
             return
         del self._queue[key]
-        if not blocks or len(blocks) > max_leased:
-            # The blocks have been evicted here, or are too many for any offer.
-            self._outcomes["dropped"] += bool(blocks)
+        if not blocks:
+            # The blocks have been evicted here, or do not fill a block of the store.
             entry.num_offered = entry.num_published
             self._forget_if_done(key)
             return
@@ -285,13 +290,21 @@ class Demoter:
     ) -> list[int]:
         """The table of the longest published prefix of a sequence, without the blocks
         of the tokens that the store has, and with at most `num_left` other blocks."""
-        groups = prefix.groups
-        step = prefix.block_size
-        if groups.drops_blocks:
-            # The blocks of the windows may be missing in a prefix that is cut to full
-            # blocks of the store.
-            step = math.lcm(step, region.block_size)
-        num_tokens = entry.num_published
+        table = self._table_of(prefix, entry, region, entry.num_published)
+        if len(without_null_blocks(table)) <= num_left:
+            return table
+        num_tokens = num_left // prefix.groups.count * prefix.block_size
+        return self._table_of(prefix, entry, region, entry.num_stored + num_tokens)
+
+    def _table_of(
+        self, prefix: PrefixIndex, entry: _Entry, region: StoreRegion, max_tokens: int
+    ) -> list[int]:
+        """Like `_table_to_offer`, for at most `max_tokens` tokens."""
+        has_windows = prefix.groups.drops_blocks
+        # Blocks of the windows may be missing in a prefix that is cut to full blocks of
+        # the store, so nothing is to be cut off.
+        step = self._step_tokens(region) if has_windows else prefix.block_size
+        num_tokens = max_tokens
         table: list[int] = []
         while num_tokens := num_tokens // step * step:
             table = prefix.match(
@@ -302,13 +315,12 @@ class Demoter:
                 salt=entry.salt,
             )
             num_matched = num_table_tokens(prefix, table)
-            if num_matched == num_tokens or not groups.drops_blocks:
+            if num_matched == num_tokens or not has_windows:
                 break
             num_tokens = num_matched
-        num_stored = entry.num_stored // prefix.block_size * groups.count
-        if not groups.drops_blocks:
-            # The windows of a shorter prefix would be incomplete.
-            del table[num_stored + num_left :]
+        if not num_tokens:
+            return []
+        num_stored = entry.num_stored // prefix.block_size * prefix.groups.count
         table[:num_stored] = [NULL_BLOCK] * min(num_stored, len(table))
         return table
 

@@ -31,7 +31,6 @@ from deploy.commands import (
     uses_store,
 )
 from deploy.healthcheck import LOOPBACK, url_host
-from protocol.process import lifecycle
 from protocol.settings.machine import free_host_bytes, has_gpu
 from protocol.settings.settings import LocalSettings
 

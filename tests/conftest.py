@@ -7,6 +7,7 @@ are coroutines, and for the examples of property-based tests.
 import asyncio
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,11 @@ _E2E_FOLDER = "tests/e2e/"
 # This limit is shorter than pytest's, so that a test that hangs can still end
 # everything that it has started.
 _COROUTINE_TIMEOUT_S = 240.0
+
+# A shell starts jobs in the background with SIGINT ignored, and all processes inherit
+# that. Tests press Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # OpenMP threads that wait by spinning would take the cores from the other

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def mounted_image() -> Iterator[Image]:
     Processes that build at the same time wait for one another, and the later ones find
     all layers in the cache.
     """
-    container = f"baton-test-{os.getpid()}"
+    container = f"baton-test-{os.getpid()}-{secrets.token_hex(4)}"
     folder = _store()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -177,8 +178,9 @@ def _pip_settings() -> dict[str, str]:
 def _remove_stale_containers() -> None:
     """Remove containers of processes that were killed."""
     for name in _buildah("containers", "--format", "{{.ContainerName}}").split():
-        pid = name.rpartition("-")[2]
-        if name.startswith("baton-test-") and not Path("/proc", pid).exists():
+        prefix, _, suffix = name.partition("baton-test-")
+        pid = suffix.partition("-")[0]
+        if suffix and not prefix and not Path("/proc", pid).exists():
             _buildah("rm", name)
 
 

@@ -85,6 +85,7 @@ class Borrower(KVConnector):
         self._coordinator = coordinator
         self._policy = policy
         self._rates = rates
+        self._num_releases = 0  # references that were released unused
         # Sequences with a pull that has not ended, by request id.
         self._pulling: dict[str, Sequence] = {}
         # Blocks that READs of an ended pull may still write to, by request id.
@@ -221,7 +222,8 @@ class Borrower(KVConnector):
 
     def on_release(self, remote: RemotePrefill) -> None:
         # A pull that is cancelled before it begins releases its lease.
-        pull_id = f"refused-{remote.lease_id or remote.transfer_id}"
+        self._num_releases += 1
+        pull_id = f"refused-{self._num_releases}"
         self._coordinator.hold(pull_id, remote)
         self._coordinator.cancel(pull_id)
 

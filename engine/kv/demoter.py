@@ -182,11 +182,13 @@ class Demoter:
             self._region = region
             self._queue.clear()
             self._entries.clear()
-        if region is None or not (self._queue or self._offers):
+        if not (self._queue or self._offers):
             return
         is_short = is_short_of_blocks(self._core.scheduler)
         if is_short:
             self._end_long_offers()
+        if region is None:
+            return
         for key in list(self._queue):
             entry = self._entries[key]
             if entry.is_in_flight or (is_short and entry.has_ended):

@@ -8,6 +8,7 @@ nothing, or does not answer in time, the store is next.
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ from protocol.handshake import Lookup
 from protocol.messages import KVHint, RemotePrefill
 
 logger = logging.getLogger("baton.kv")
+
+# After a lookup that the store has not answered in time, no prompt waits for the store
+# for this long.
+STORE_PAUSE_S = 5.0
 
 
 @dataclass(eq=False)
@@ -80,6 +85,7 @@ class PrefixLookups:
         self._counters = counters
         self._engine_id = engine_id
         self._get_region = get_region
+        self._store_paused_until_s = 0.0
         self._open: dict[str, _OpenLookup] = {}  # by request id
 
     def bind(self, core: CoreServices) -> None:
@@ -108,7 +114,7 @@ class PrefixLookups:
             else:
                 self._counters.count_lookup("computed")
         region = self._get_region()
-        if region is not None:
+        if region is not None and time.monotonic() >= self._store_paused_until_s:
             store = region.hint()
             if self._is_worth_a_pull(store, sequence, num_cached, max_tokens):
                 targets.append(store)
@@ -181,6 +187,8 @@ class PrefixLookups:
         is_in_store = lookup.target is not lookup.sequence.request.hint
         if is_in_store:
             self._counters.count_store_lookup(event.outcome)
+            if event.outcome == "late":
+                self._store_paused_until_s = time.monotonic() + STORE_PAUSE_S
         else:
             self._counters.count_lookup(event.outcome)
         if event.remote is not None:

@@ -6,11 +6,11 @@ the store has ended or was restarted. Without the store the engine continues, an
 thread tries to connect again.
 """
 
+import select
 import socket
 import threading
 import time
 from dataclasses import dataclass
-from select import select
 
 from kvcache.stripe import PlanError, Stripe
 from kvcache.transfer.pulls.lease_client import Address, new_id
@@ -32,8 +32,11 @@ logger = get_logger(__name__)
 
 RENEW_INTERVAL_S = 2.0
 _CONNECT_TIMEOUT_S = 2.0
-# The store loads its libraries when it starts, and may allocate a region.
-_ANSWER_TIMEOUT_S = 30.0
+# The first answer of a store takes long, because it loads its libraries and allocates
+# the region.
+_OPEN_TIMEOUT_S = 30.0
+_RENEW_TIMEOUT_S = 5.0
+_POLL_INTERVAL_S = 0.5
 _MIN_RETRY_S = 0.5
 _MAX_RETRY_S = 10.0
 
@@ -152,22 +155,24 @@ class StoreLink:
             tune_socket(sock)
             local_host = str(sock.getsockname()[0])
             wire = Wire(sock, MAX_MESSAGE_BYTES)
+            timeout_s = _OPEN_TIMEOUT_S
             while not self._stopping.is_set():
-                self._set_region(self._request(wire), local_host)
+                reply = self._request(wire, timeout_s)
+                self._set_region(reply, local_host)
+                timeout_s = _RENEW_TIMEOUT_S
                 # The store sends nothing of its own accord: data is its end.
-                readable, _, _ = select([wire], [], [], RENEW_INTERVAL_S)
-                if readable:
+                if _wait_for(wire, RENEW_INTERVAL_S):
                     wire.receive()
 
-    def _request(self, wire: Wire) -> RegionOpened:
+    def _request(self, wire: Wire, timeout_s: float) -> RegionOpened:
         """Sends OpenRegion, and returns the answer."""
         request = OpenRegion(nonce=new_id(), engine_id=self._engine_id, spec=self._spec)
         wire.send(seal_open_region(request, self._secret))
-        deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
-        while True:
+        deadline_s = time.monotonic() + timeout_s
+        while not self._stopping.is_set():
             if time.monotonic() >= deadline_s:
-                raise StoreUnusable(f"it did not answer for {_ANSWER_TIMEOUT_S:g} s")
-            select([wire], [wire] if wire.has_unsent else [], [], 0.5)
+                raise StoreUnusable(f"it did not answer for {timeout_s:g} s")
+            _wait_for(wire, _POLL_INTERVAL_S)
             wire.flush()
             for message in wire.receive():
                 reply = read_store_reply(message, self._secret)
@@ -175,8 +180,7 @@ class StoreLink:
                     raise StoreUnusable(reply.reason)
                 if reply.nonce == request.nonce:
                     return reply
-            if self._stopping.is_set():
-                raise StoreUnusable("this engine ends")
+        raise StoreUnusable("this engine ends")
 
     def _set_region(self, reply: RegionOpened, local_host: str) -> None:
         """Stores the answer of the store.
@@ -203,3 +207,12 @@ class StoreLink:
                 *self._address,
                 region.num_tokens,
             )
+
+
+def _wait_for(wire: Wire, timeout_s: float) -> bool:
+    """Waits until a wire can be read, or written if it has unsent messages. Returns
+    False after `timeout_s`."""
+    poller = select.poll()
+    events = select.POLLIN | (select.POLLOUT if wire.has_unsent else 0)
+    poller.register(wire, events)
+    return bool(poller.poll(timeout_s * 1000))

@@ -110,7 +110,8 @@ class Demotions:
         demotion = _Demotion(offer, stop, now_s)
         self._coordinator.hold(pull_id, offer.remote)
         self._waiting[pull_id] = demotion
-        if not stop or not self._can_ever_hold(stop):
+        has_blocks = any(offer.remote.block_ids)
+        if not (stop and has_blocks and self._can_ever_hold(stop)):
             self._drop(pull_id)
         elif len(self._waiting) > MAX_WAITING:
             self._drop(next(iter(self._waiting)))

@@ -2,12 +2,22 @@
 
 import pytest
 
-from deploy.commands import default_threads, proxy_command, server_argv, server_commands
+from deploy.cluster.cluster import store_bytes
+from deploy.commands import (
+    default_threads,
+    proxy_command,
+    server_argv,
+    server_command,
+    server_commands,
+    store_command,
+    uses_store,
+)
 from protocol.settings.settings import (
     DecodeSettings,
     PrefillSettings,
     ProxySettings,
     ServeSettings,
+    StoreSettings,
     UpSettings,
     load,
 )
@@ -170,3 +180,47 @@ def test_serve_starts_complete_servers_and_a_proxy_that_disaggregates_nothing():
             "--resume-wait-s=300",  # the time that a restart of a server may take
         ],
     )
+
+
+def test_servers_get_the_address_of_the_store_unless_they_have_their_own():
+    settings = load(
+        UpSettings, ["--host-kv-bytes=1000", "--decode.host-kv", "10.0.0.1:8300"]
+    )
+    shared = {"secret": "s" * 16, "cores": 8, "store": "127.0.0.1:5000"}
+    prefill = server_command(settings, "prefill", 0, **shared)
+    decode = server_command(settings, "decode", 0, **shared)
+    assert "--host-kv=127.0.0.1:5000" in prefill.argv
+    assert "--host-kv=127.0.0.1:5000" not in decode.argv
+    assert load(DecodeSettings, decode.argv[3:]).host_kv == "10.0.0.1:8300"
+    store = store_command(settings, 1000, "s" * 16)
+    assert load(StoreSettings, store.argv[3:]).host_kv_bytes == 1000
+    assert store.env == {"BATON_CLUSTER_SECRET": "s" * 16}
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_used"),
+    [
+        ([], True),
+        (["--prefill.borrow-prefixes=never"], True),
+        (["--prefill.borrow-prefixes=never", "--decode.host-kv=a:1"], False),
+        (["--no-prefill.enable-prefix-caching", "--decode.host-kv=a:1"], False),
+    ],
+)
+def test_store_is_started_only_for_servers_that_can_use_it(argv, is_used):
+    settings = load(UpSettings, argv)
+    assert uses_store(settings) is is_used
+    shared = {"secret": "s" * 16, "cores": 8, "store": "127.0.0.1:5000"}
+    prefill = server_command(settings, "prefill", 0, **shared)
+    assert load(PrefillSettings, prefill.argv[3:])
+
+
+def test_store_has_a_tenth_of_the_free_memory_only_on_hosts_with_gpus(monkeypatch):
+    monkeypatch.setattr("deploy.cluster.cluster.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("deploy.cluster.cluster.has_gpu", lambda: False)
+    assert store_bytes(load(UpSettings, [])) == 0
+    assert store_bytes(load(UpSettings, ["--host-kv-bytes=70"])) == 70
+    monkeypatch.setattr("deploy.cluster.cluster.has_gpu", lambda: True)
+    assert store_bytes(load(UpSettings, [])) == 100
+    assert store_bytes(load(UpSettings, ["--device=cpu"])) == 0
+    assert store_bytes(load(UpSettings, ["--host-kv-bytes=0"])) == 0
+    assert store_bytes(load(UpSettings, ["--on=ray"])) == 0

@@ -94,7 +94,14 @@ def test_evicted_and_foreign_prompts_are_promoted_in_any_geometry(
         assert num_promoted >= num_stored
 
 
-@pytest.mark.parametrize("store_size", [4, 3, 8])
+@pytest.mark.parametrize(
+    "store_size",
+    [
+        4,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("groups", WINDOWS, ids=str)
 @pytest.mark.usefixtures("small_blocks")
 def test_windows_of_evicted_prompts_are_promoted(groups, store_size):

@@ -40,6 +40,7 @@ class Store:
     Attributes:
         agents: the agents of the region, which can stall and fail.
         clock: clock of the region's pulls.
+        is_suspended: whether the store answers no lookup and begins no pull.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Store:
     ) -> None:
         self.agents: list[MemoryAgent] = []
         self.clock = Clock()
+        self.is_suspended = False
         spec = RegionSpec(
             compat=compat,
             group_layers=group_layers or compat.num_layers,
@@ -159,7 +161,8 @@ class TieredGroup(Group):
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         def polls_store() -> bool:
-            self.store.region.poll()
+            if not self.store.is_suspended:
+                self.store.region.poll()
             self.store.region.check_integrity()
             return condition()
 

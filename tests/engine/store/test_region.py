@@ -19,6 +19,7 @@ from kvcache.groups import KVGroups
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol.messages import AbortRequest, ResumedChoice
 from tests.rigs.engines import COMPAT, OTHER_COMPAT, Engine, WindowedEngine
+from tests.rigs.memory_pair import run_round
 from tests.rigs.shadow import VOCAB, add, expected_output, windowed_output
 from tests.rigs.stores import Store, TieredGroup
 
@@ -368,6 +369,31 @@ def test_engine_continues_without_a_store_that_ends(make_tiers):
     link.region = group.store.link().region
     group.complete(engine, OTHER)
     group.until_stored(OTHER, 28)
+
+
+def test_suspended_store_delays_one_request_and_no_other(make_tiers):
+    group = make_tiers({})
+    (engine,) = group.engines
+    group.complete(engine, PROMPT)
+    group.until_stored(PROMPT, 28)
+    group.settle()
+    evict_all(engine)
+    group.store.is_suspended = True
+    name = group.begin(engine, PROMPT, 3)
+    run_round(engine.coordinator)
+    engine.clock.skip(PullSettings().lookup_timeout_s)
+    assert group.tokens_of(engine, name) == expected_output(PROMPT, 3)
+    assert engine.stat("baton_host_kv_lookups", outcome="late") == 1
+    assert group.complete(engine, OTHER)[1] == (0, 30, 0)
+    assert (
+        sum(
+            engine.stat("baton_host_kv_lookups", outcome=outcome)
+            for outcome in ("found", "none", "late")
+        )
+        == 2
+    )  # the first prompt was not in the store
+    group.store.is_suspended = False
+    group.settle()
 
 
 def test_failed_reads_of_the_store_lose_only_the_demotion(make_tiers):

@@ -6,7 +6,7 @@ from engine.config import EngineConfig
 from engine.core.connector import CoreServices, KVConnector
 from engine.core.sequence import Sequence
 from engine.kv.borrower import Borrower
-from engine.kv.host_tier import HostTier
+from engine.kv.host_tier import NO_STORE_STATS, HostTier
 from engine.kv.lender import Lender
 from engine.kv.rates import Rates
 from engine.kv.store_link import StoreLink
@@ -87,7 +87,9 @@ class Connector(KVConnector):
             self._host_tier.demoter.poll()
 
     def stats(self) -> dict[str, float]:
-        tier_stats = {} if self._host_tier is None else self._host_tier.stats()
+        tier_stats = NO_STORE_STATS
+        if self._host_tier is not None:
+            tier_stats = self._host_tier.stats()
         return {**self._lender.stats(), **self._borrower.stats(), **tier_stats}
 
     def close(self) -> None:

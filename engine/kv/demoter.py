@@ -43,6 +43,7 @@ MAX_OFFERS = 4
 MAX_LEASED_SHARE = 0.125
 MAX_HOLD_S = 0.25
 MAX_QUEUED = 1024  # sequences with blocks to offer, running or ended
+DEMOTION_OUTCOMES = ("stored", "dropped", "lost")
 # A running sequence is offered again when it has grown by this share, because an offer
 # contains the ids of all its tokens. Its end is always offered.
 _MIN_GROWTH = 1 / 64
@@ -104,7 +105,7 @@ class Demoter:
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._queue: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._offers: dict[str, _Offer] = {}  # by lease id
-        self._outcomes = Counter(dict.fromkeys(("stored", "dropped", "lost"), 0))
+        self._outcomes = Counter(dict.fromkeys(DEMOTION_OUTCOMES, 0))
 
     def bind(self, core: CoreServices, references: ReferenceMaker) -> None:
         """Connects this object to the core. Called once, before all other methods."""

@@ -1,9 +1,33 @@
 """The use of the host's KV store by an engine: the link to it, and the demoter."""
 
-from engine.kv.demoter import Demoter
+from engine.kv.demoter import DEMOTION_OUTCOMES, Demoter
 from engine.kv.store_link import StoreLink, StoreRegion
+from kvcache.blocks import BlockState
 from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
+from protocol.ipc.kv_store import OFFER_OUTCOMES
+from protocol.metrics import stat_key
+
+
+def _initial_stats() -> dict[str, float]:
+    names = [
+        "baton_host_kv_up",
+        "baton_host_kv_capacity_tokens",
+        "baton_host_kv_evicted_blocks",
+        "baton_host_kv_demoted_bytes",
+    ]
+    for state in BlockState:
+        names.append(stat_key("baton_host_kv_blocks", state=state.name.lower()))
+    for outcome in OFFER_OUTCOMES:
+        names.append(stat_key("baton_host_kv_offers", outcome=outcome))
+    for outcome in DEMOTION_OUTCOMES:
+        names.append(stat_key("baton_host_kv_demotions", outcome=outcome))
+    return dict.fromkeys(names, 0.0)
+
+
+# The values of an engine that uses no store, by series. They are exposed from the
+# start, because a Prometheus rate() misses the event with which a counter appears.
+NO_STORE_STATS = _initial_stats()
 
 
 class HostTier:
@@ -27,6 +51,7 @@ class HostTier:
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
         return {
+            **NO_STORE_STATS,
             "baton_host_kv_up": float(self._link.region is not None),
             **self._link.stats,
             **self.demoter.stats(),

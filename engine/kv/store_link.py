@@ -126,6 +126,7 @@ class StoreLink:
                 problem = str(error) or type(error).__name__
             if self.region is not None:
                 self.region = None
+                self.stats = {}
                 retry_s = _MIN_RETRY_S
             self._report(problem)
             self._stopping.wait(retry_s)

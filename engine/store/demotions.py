@@ -25,6 +25,7 @@ from kvcache.transfer.pulls.messages import (
     PullStuck,
 )
 from protocol.handshake import Demote
+from protocol.ipc.kv_store import OFFER_OUTCOMES
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -34,10 +35,6 @@ MAX_ACTIVE = 4  # pulls at the same time
 # An offer that has waited this long is dropped, because the engine cannot use the
 # blocks of the offer otherwise.
 MAX_WAIT_S = 5.0
-# How demotions end. "stored": the region has all tokens; "dropped": see the header;
-# "evicted": the region no longer has the tokens before the offered ones; "failed": the
-# pull has failed, or the lease of a waiting offer has ended.
-OUTCOMES = ("stored", "dropped", "evicted", "failed")
 
 
 @dataclass
@@ -70,7 +67,7 @@ class Demotions:
     """The waiting and active demotions of one region. One thread uses this object.
 
     Attributes:
-        outcomes: number of ended demotions, by outcome.
+        outcomes: number of ended demotions, by one of OFFER_OUTCOMES.
         num_bytes: bytes that were pulled.
     """
 
@@ -88,7 +85,7 @@ class Demotions:
         self._active: dict[str, _Demotion] = {}
         # Blocks that READs of an ended pull may still write to, by id of the pull.
         self._undrained: dict[str, list[int]] = {}
-        self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self.outcomes = Counter(dict.fromkeys(OFFER_OUTCOMES, 0))
         self.num_bytes = 0
 
     @property

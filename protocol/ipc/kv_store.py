@@ -26,6 +26,11 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 # The ids of regions in handshakes begin with this text, unlike those of engines, which
 # begin with their role.
 STORE_PREFIX: Final = "store-"
+# How offers to a store end. "stored": the region has all tokens; "dropped": the store
+# had too much to do, or no use for the offer; "evicted": the region no longer has the
+# tokens before the offered ones; "failed": the pull has failed, or the lease of a
+# waiting offer has ended.
+OFFER_OUTCOMES: Final = ("stored", "dropped", "evicted", "failed")
 
 
 class RegionSpec(msgspec.Struct, frozen=True, kw_only=True):

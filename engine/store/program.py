@@ -21,7 +21,7 @@ from protocol.ipc.wire import Waker, listen
 from protocol.process import lifecycle
 from protocol.process.logging import open_standard_streams, setup_logging
 from protocol.process.vital_threads import end_with_vital_threads
-from protocol.settings.machine import cluster_secret, free_host_bytes
+from protocol.settings.machine import cluster_secret, free_host_bytes, has_gpu
 from protocol.settings.settings import StoreSettings, describe, parse
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _Program:
             host_kv_bytes=self._num_bytes,
             host=settings.host,
             side_channel_port=settings.side_channel_port,
-            transfer=settings.transfer,
+            transfer=settings.transfer or ("auto" if has_gpu() else "nixl"),
             staging_bytes=settings.staging_bytes,
             kv_verify=settings.kv_verify,
         )

@@ -236,8 +236,9 @@ class StoreSettings(LogOptions, BatonSettings):
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
     """cluster secret of the servers. Prefer the variable BATON_CLUSTER_SECRET (None:
     the file that servers on this machine use)"""
-    transfer: Literal["auto", "nixl", "mapped"] = "nixl"
-    """transport of KV to the store, as in `baton decode`"""
+    transfer: Literal["auto", "nixl", "mapped"] | None = None
+    """transport of KV to the store, as in `baton decode` (None: auto on a host with a
+    GPU, else nixl)"""
     staging_bytes: int = Field(64 * 2**20, ge=1, le=2**40)
     """staging memory for KV with a different geometry (bytes)"""
     kv_verify: Literal["off", "sample", "all"] = "off"

@@ -84,7 +84,7 @@ class Connector(KVConnector):
         self._lender.poll()
         self._borrower.poll()
         if self._host_tier is not None:
-            self._host_tier.demoter.poll()
+            self._host_tier.poll()
 
     def stats(self) -> dict[str, float]:
         tier_stats = NO_STORE_STATS

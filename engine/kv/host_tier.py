@@ -41,8 +41,19 @@ class HostTier:
         self, link: StoreLink, coordinator: PullCoordinator, leases: LeaseServer
     ) -> None:
         self._link = link
+        self._coordinator = coordinator
+        self._connected_id = ""  # of the last region that was connected
         self.demoter = Demoter(self.get_region, coordinator, leases)
         link.start()
+
+    def poll(self) -> None:
+        """Connects to a new region ahead of the first pull, because a GPU locks all of
+        the region's memory then. Lets the demoter send its offers."""
+        region = self._link.region
+        if region is not None and region.engine_id != self._connected_id:
+            self._connected_id = region.engine_id
+            self._coordinator.connect(region.hint())
+        self.demoter.poll()
 
     def get_region(self) -> StoreRegion | None:
         """Returns the region of the store; None while the store cannot be used."""

@@ -5,26 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from kvcache.groups import KVGroups
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
 from kvcache.transfer.local_rank import LocalRank
-from kvcache.transfer.move.cuda import CudaError
-from kvcache.transfer.move.cuda_placer import placer_for
+from kvcache.transfer.move.cuda_placer import placer_for_host
 from kvcache.transfer.move.peer_memory import describe_pool
-from kvcache.transfer.move.place import Placer
 from kvcache.transfer.plan.steps import min_staging_bytes
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.worker import TransferWorker
 from protocol.handshake import AXES
 from protocol.ipc.kv_store import RegionSpec
-from protocol.process.logging import get_logger
-
-logger = get_logger(__name__)
 
 
 class RegionTooSmall(Exception):
@@ -122,7 +115,11 @@ class RegionMemory:
             agent,
             self.pool,
             staging_bytes=None if maps_only else staging_bytes,
-            placer=_make_placer(self.pool, options),
+            placer=(
+                None
+                if options.transfer == "nixl"
+                else placer_for_host(self.pool, maps_only=maps_only)
+            ),
             maps_only=maps_only,
         )
         rank.register_pool()
@@ -141,28 +138,3 @@ class RegionMemory:
         self._worker.start()
         self.stats = self._worker.stats
         self.close = self._worker.close
-
-
-def _make_placer(pool: KVPool, options: RegionOptions) -> Placer | None:
-    """Makes the placer of a region; None: all KV moves over NIXL.
-
-    On a host with a GPU, the GPU copies: it reads the pools of engines, and writes to
-    the region's host memory, which is locked for that.
-    """
-    if options.transfer == "nixl":
-        return None
-    if not torch.cuda.is_available():
-        return placer_for(pool, convert=False)
-    try:
-        return placer_for(pool, convert=False, device=torch.device("cuda:0"))
-    except CudaError as error:
-        if options.transfer == "mapped":
-            raise
-        logger.warning(
-            "%.2f GiB of host memory cannot be locked for the GPU (%s), so KV moves "
-            "over NIXL, which is slower; use a lower --host-kv-bytes, or raise the "
-            "limit on locked memory (ulimit -l)",
-            pool.nbytes / 2**30,
-            error,
-        )
-        return None

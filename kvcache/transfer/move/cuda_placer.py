@@ -357,6 +357,35 @@ def placer_for(
     return placer
 
 
+def placer_for_host(pool: KVPool, *, maps_only: bool) -> Placer | None:
+    """Makes the placer of a pool in host memory that GPUs and CPUs may use.
+
+    On a host with a GPU, the GPU copies: it reads the pools of engines, and writes to
+    the pool's memory, which is locked for that.
+
+    Returns:
+        None if the memory cannot be locked, after a warning.
+
+    Raises:
+        CudaError: the memory cannot be locked, and `maps_only` forbids other ways.
+    """
+    if not torch.cuda.is_available():
+        return placer_for(pool, convert=False)
+    try:
+        return placer_for(pool, convert=False, device=torch.device("cuda:0"))
+    except cuda.CudaError as error:
+        if maps_only:
+            raise
+        logger.warning(
+            "%.2f GiB of host memory cannot be locked for the GPU (%s), so KV moves "
+            "over NIXL, which is slower; use a lower --host-kv-bytes, or raise the "
+            "limit on locked memory (ulimit -l)",
+            pool.nbytes / 2**30,
+            error,
+        )
+        return None
+
+
 def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
     """Makes a placer for copies out of staging memory.
 

@@ -155,7 +155,7 @@ class PullCoordinator:
             return False
         return peer.circuit.allows_pull(self._clock())
 
-    def connect(self, remote: RemotePrefill) -> None:
+    def connect(self, remote: RemotePrefill | KVHint) -> None:
         """Begins a handshake with an engine, unless its outcome is already known.
 
         A PeerDecided always follows. It follows at once if no handshake is needed, or
@@ -345,7 +345,7 @@ class PullCoordinator:
 
     # -- calls of the engine
 
-    def _do_connect(self, remote: RemotePrefill) -> None:
+    def _do_connect(self, remote: RemotePrefill | KVHint) -> None:
         error = self._circuit_error(remote)
         if error is not None:
             self._emit(PeerDecided(key_of(remote), error))
@@ -425,7 +425,7 @@ class PullCoordinator:
         actions = state.on_peer_ready(now, verified, is_converted=converts)
         self._perform(state, actions)
 
-    def _circuit_error(self, remote: RemotePrefill) -> PullCircuitOpen | None:
+    def _circuit_error(self, remote: RemotePrefill | KVHint) -> PullCircuitOpen | None:
         """The error if a circuit breaker refuses a pull from the engine, else None."""
         peer = self._peers.get(key_of(remote))
         # This is called at each start of a pull, so all open pulls are searched only

@@ -210,7 +210,7 @@ class CudaPlacer(Placer):
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(pool, device)
-        if pool.device.type == "cpu":
+        if pool.device.type == "cpu" and self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 cuda.register_host(pool.base_address, pool.nbytes)
             weakref.finalize(pool, _unregister, pool.base_address)

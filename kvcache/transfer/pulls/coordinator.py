@@ -396,6 +396,7 @@ class PullCoordinator:
         self._lookups.on_peer_decided(peer, self._clock())
         if peer.is_awaited:
             peer.is_awaited = False
+            self._announce(peer)
             self._emit(PeerDecided(peer.key, peer.error))
         for state in self._pulls:
             if state.key == peer.key:
@@ -414,30 +415,28 @@ class PullCoordinator:
             return
         assert metadata is not None, peer.key
         verified = verification_of(self._compat, metadata, self._verify)
-        if not peer.is_announced:
-            peer.is_announced = True
-            self._broadcast(AddPeer(metadata))
-            if verified in UNVERIFIED:
-                logger.warning(
-                    "KV of %s is not verified: %s", peer.key[0], UNVERIFIED[verified]
-                )
+        self._announce(peer)
         converts = is_converted(self._compat, metadata.compat)
         actions = state.on_peer_ready(now, verified, is_converted=converts)
         self._perform(state, actions)
 
+    def _announce(self, peer: PeerRecord) -> None:
+        """Lets the ranks map the memory of a peer, or connect to it, once."""
+        if peer.is_announced or peer.metadata is None:
+            return
+        peer.is_announced = True
+        self._broadcast(AddPeer(peer.metadata))
+        verified = verification_of(self._compat, peer.metadata, self._verify)
+        if verified in UNVERIFIED:
+            reason = UNVERIFIED[verified]
+            logger.warning("KV of %s is not verified: %s", peer.key[0], reason)
+
     def _circuit_error(self, remote: RemotePrefill | KVHint) -> PullCircuitOpen | None:
         """The error if a circuit breaker refuses a pull from the engine, else None."""
         peer = self._peers.get(key_of(remote))
-        # This is called at each start of a pull, so all open pulls are searched only
-        # for a peer with failures.
-        if peer is None or not peer.circuit.num_failures:
+        if peer is None:
             return None
-        pulls = self._pulls.reading_from(peer.key)
-        return peer.circuit_error(
-            self._clock(),
-            is_busy=bool(pulls),
-            hangs=any(state.hangs for state in pulls),
-        )
+        return peer.circuit_error(self._clock(), self._pulls.reading_from)
 
     def _record_failure(self, state: PullState, peer: PeerRecord) -> None:
         """Counts a failed pull. The next pull from the peer repeats the handshake."""

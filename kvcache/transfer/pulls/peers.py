@@ -7,10 +7,12 @@ I/O, no clock.
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from kvcache.stripe import PlanError, Stripe
 from kvcache.transfer.pulls.circuit_breaker import CircuitBreaker, backoff_s
 from kvcache.transfer.pulls.messages import PeerKey, PullSettings, address_of, key_of
+from kvcache.transfer.pulls.pull_state import PullState
 from protocol.errors import (
     BatonError,
     LeaseGone,
@@ -102,20 +104,23 @@ class PeerRecord:
         return self.circuit.record_failure(now)
 
     def circuit_error(
-        self, now: float, *, is_busy: bool, hangs: bool
+        self, now: float, reading_from: Callable[[PeerKey], Sequence[PullState]]
     ) -> PullCircuitOpen | None:
         """The error if no pull from the peer is allowed now, else None.
 
+        If READs of a pull from the peer hang, a new pull might hang as well, and its
+        blocks would be quarantined.
+
         Args:
-            is_busy: a pull is reading from the peer.
-            hangs: READs of a pull from the peer hang, so no new pull is allowed: it
-                might hang as well, and its blocks would be quarantined.
+            reading_from: returns the pulls that read from a peer. It searches all open
+                pulls, so it is only called for a peer with failures.
         """
         if not self.circuit.num_failures:
             return None
-        if hangs:
+        pulls = reading_from(self.key)
+        if any(state.hangs for state in pulls):
             reason = "READs from the server hang"
-        elif not self.circuit.allows_pull(now, is_busy=is_busy):
+        elif not self.circuit.allows_pull(now, is_busy=bool(pulls)):
             reason = "the latest pulls from the server failed"
         else:
             return None

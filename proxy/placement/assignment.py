@@ -1,10 +1,9 @@
-"""One leg of a request at one server, and the end of a prompt in a server's cache."""
+"""One leg of a request at one server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from proxy.placement.request_profile import BLOCK_BYTES, RequestProfile
+from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import ServerLoad
 
 
@@ -39,31 +38,3 @@ class Assignment:
     is_incoming: bool
     is_answered: bool = False
     is_reserved: bool = False
-
-
-class CachedTail(NamedTuple):
-    """What a server has cached beyond the last complete block of a prompt.
-
-    The tail is the rest of the prompt, and the answer.
-
-    Attributes:
-        num_bytes: length of the prompt's rest, without the last byte, which closes the
-            JSON text.
-        text_hash: hash of the prompt's rest.
-        num_tokens: estimated tokens from the start of the prompt to the end of the
-            answer.
-    """
-
-    num_bytes: int
-    text_hash: int
-    num_tokens: float
-
-    def matches(self, text: bytes, num_blocks: float) -> bool:
-        """Return whether a prompt has the text of this tail after its first blocks.
-
-        Args:
-            text: JSON text of the prompt.
-            num_blocks: number of blocks before the tail.
-        """
-        start = int(num_blocks * BLOCK_BYTES)
-        return hash(text[start : start + self.num_bytes]) == self.text_hash

@@ -7,11 +7,11 @@ the times that it measures. This module does no I/O.
 
 import time
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
-from proxy.placement.assignment import Assignment, CachedTail
+from proxy.placement.assignment import Assignment
+from proxy.placement.cached_tails import CachedTails
 from proxy.placement.key_affinity import KeyAffinity
 from proxy.placement.placement import (
     NOTHING_CACHED,
@@ -22,7 +22,7 @@ from proxy.placement.placement import (
     saved_by_pull_s,
 )
 from proxy.placement.prefix_index import Depths, PrefixIndex
-from proxy.placement.request_profile import BLOCK_BYTES, RequestProfile
+from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import (
     STEP_TOKENS,
     USUAL_STEP_S,
@@ -48,7 +48,6 @@ ServerT = TypeVar("ServerT")
 # A server gets a hint to pull if the pull saves computing at least this many tokens. A
 # smaller number of tokens is computed as fast as it is pulled.
 MIN_HINT_TOKENS = 32
-_MAX_TAILS = 16_384  # remembered tails of prompts with their answers, over all servers
 
 
 class LoadTracker:
@@ -81,8 +80,7 @@ class LoadTracker:
         self._totals: dict[object, StepTotals] = {}
         self._speeds: dict[object, PromptSpeed] = {}
         self._lenders: dict[int, object] = {}  # servers by the index of their load
-        # The key is the hash of a prompt's last complete block, and a server's index.
-        self._tails = OrderedDict[tuple[int, int], CachedTail]()
+        self._tails = CachedTails()
         # Blocks that are being computed, each with the index of the server.
         self._pending_blocks = set[tuple[int, int]]()
         self.pulls = False
@@ -286,13 +284,7 @@ class LoadTracker:
         continues them.
         """
         depths = self._prefixes.depths(profile.hashes)
-        if not profile.text:
-            return depths
-        for index, depth in depths.items():
-            tail = self._tails.get((profile.hashes[int(depth) - 1], index))
-            if tail is not None and tail.matches(profile.text, depth):
-                num_tokens = min(tail.num_tokens, profile.tokens)
-                depths[index] = max(depth, num_tokens / profile.block_tokens)
+        self._tails.extend(depths, profile)
         return depths
 
     # legs
@@ -402,14 +394,13 @@ class LoadTracker:
         if not assignment.is_answered:
             blocks = [block for block, _ in assignment.new_blocks]
             self._prefixes.remove(load.index, blocks)
-            if profile.hashes:
-                self._tails.pop((profile.hashes[-1], load.index), None)
+            self._tails.remove(load.index, profile)
         elif assignment.generates:
             # The number of generated tokens is estimated from the time.
             elapsed_s = self._clock() - assignment.started_at
             num_steps = elapsed_s / max(load.step_s(), MIN_SECONDS)
             num_generated = min(profile.max_output_tokens, num_steps)
-            self._add_tail(load, profile, num_generated)
+            self._tails.add(load.index, profile, num_generated)
         if assignment.generates:
             load.streams -= 1
             load.kv_tokens -= profile.tokens
@@ -446,21 +437,7 @@ class LoadTracker:
             # A body without a prompt has blocks of 0 tokens; the server will refuse it.
             max_blocks = int(load.kv_capacity / (profile.block_tokens or 1.0))
         self._prefixes.add(load.index, profile.hashes, max_blocks)
-        self._add_tail(load, profile)
-
-    def _add_tail(
-        self, load: ServerLoad, profile: RequestProfile, num_generated: float = 0
-    ) -> None:
-        """Record that a prompt's tail and `num_generated` answer tokens are cached."""
-        if not profile.hashes or not profile.text:
-            return
-        key = (profile.hashes[-1], load.index)
-        rest = profile.text[len(profile.hashes) * BLOCK_BYTES : -1]
-        self._tails.pop(key, None)  # the new entry goes to the end
-        num_tokens = profile.tokens + num_generated
-        self._tails[key] = CachedTail(len(rest), hash(rest), num_tokens)
-        if len(self._tails) > _MAX_TAILS:
-            self._tails.popitem(last=False)
+        self._tails.add(load.index, profile)
 
     # health reports
 

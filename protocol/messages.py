@@ -396,14 +396,38 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     compiled: list[str] = []
 
 
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class HostTierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV store that an engine uses, and how long the engine takes to read it.
+
+    Attributes:
+        store: Id of the store's region. Servers that use the same region report the
+            same id, and a restarted store has another one.
+        num_tokens: Tokens that the region can hold, for all servers together.
+        start_s: Seconds for each pull from the region, in addition to its tokens.
+        token_s: Seconds per pulled token.
+    """
+
+    store: Annotated[str, Meta(min_length=1, max_length=128)]
+    num_tokens: Annotated[int, Meta(ge=1, le=10**12)]
+    start_s: _Seconds
+    token_s: _Seconds
+
+
 class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
     """The values of all metrics of the engine.
 
     The keys are those of `stat_key` (protocol/metrics.py). The keys of a histogram have
     the names of its samples, which end in _bucket, _count or _sum.
+
+    Attributes:
+        host_tier: None while the engine uses no KV store.
     """
 
     values: dict[str, float]
+    host_tier: HostTierReport | None = None
 
 
 EngineOutput = EngineReady | EngineProgress | EngineFailed | Outputs | EngineStats

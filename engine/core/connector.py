@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from protocol.errors import BatonError
-from protocol.messages import RemotePrefill
+from protocol.messages import HostTierReport, RemotePrefill
 
 
 class CoreServices(Protocol):
@@ -90,6 +90,10 @@ class KVConnector:
 
     def stats(self) -> dict[str, float]:
         return {}
+
+    def host_tier_report(self) -> HostTierReport | None:
+        """Describes the KV store that the connector reads; None if there is none."""
+        return None
 
     def close(self) -> None:
         """Stops the connector's threads. No other call follows."""

@@ -442,7 +442,8 @@ class EngineCore(CoreServices):
 
     def _report_stats(self) -> None:
         if values := self._stats.take_due_report(self.stats, is_idle=self.is_idle):
-            self.transport.send(EngineStats(values))
+            host_tier = self.connector.host_tier_report()
+            self.transport.send(EngineStats(values, host_tier))
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""

@@ -144,6 +144,8 @@ class _Pages:
             report |= self._describe_server()
             for name in ENGINE_TOTALS:
                 report[name] = client.stats.get(f"baton_{name}", 0.0)
+            if client.host_tier is not None:
+                report["host_tier"] = msgspec.to_builtins(client.host_tier)
         return JSONResponse(report, 200 if reason is None else 503)
 
     def _describe_server(self) -> dict[str, Any]:

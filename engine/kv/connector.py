@@ -15,7 +15,7 @@ from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from protocol.handshake import CompatRecord
 from protocol.ipc.kv_store import RegionSpec
-from protocol.messages import RemotePrefill
+from protocol.messages import HostTierReport, RemotePrefill
 from protocol.settings.addresses import split_address
 
 
@@ -92,6 +92,9 @@ class Connector(KVConnector):
             tier_stats = self._host_tier.stats()
         return {**self._lender.stats(), **self._borrower.stats(), **tier_stats}
 
+    def host_tier_report(self) -> HostTierReport | None:
+        return None if self._host_tier is None else self._host_tier.report()
+
     def close(self) -> None:
         if self._host_tier is not None:
             self._host_tier.close()
@@ -129,7 +132,7 @@ def connector_of(
             spec,
             config.dcp,
         )
-        host_tier = HostTier(link, coordinator, leases)
+        host_tier = HostTier(link, coordinator, leases, rates)
     borrower = Borrower(
         coordinator,
         config.kv_load_failure_policy,

@@ -1,11 +1,14 @@
 """The use of the host's KV store by an engine: the link to it, and the demoter."""
 
 from engine.kv.demoter import DEMOTION_OUTCOMES, Demoter
+from engine.kv.rates import Rates
 from engine.kv.store_link import StoreLink, StoreRegion
 from kvcache.blocks import BlockState
 from kvcache.lease_server import LeaseServer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.messages import key_of
 from protocol.ipc.kv_store import OFFER_OUTCOMES
+from protocol.messages import HostTierReport
 from protocol.metrics import stat_key
 
 
@@ -35,14 +38,20 @@ class HostTier:
 
     Args:
         link: the connection to the store, which this object starts and closes.
+        rates: measured durations of pulls.
     """
 
     def __init__(
-        self, link: StoreLink, coordinator: PullCoordinator, leases: LeaseServer
+        self,
+        link: StoreLink,
+        coordinator: PullCoordinator,
+        leases: LeaseServer,
+        rates: Rates,
     ) -> None:
         self._link = link
         self._coordinator = coordinator
         self._connected_id = ""  # of the last region that was connected
+        self._rates = rates
         self.demoter = Demoter(self.get_region, coordinator, leases)
         link.start()
 
@@ -67,6 +76,21 @@ class HostTier:
             **self._link.stats,
             **self.demoter.stats(),
         }
+
+    def report(self) -> HostTierReport | None:
+        """Describes the store for proxies; None while it cannot be used."""
+        region = self._link.region
+        if region is None:
+            return None
+        cost = self._rates.pull_cost(key_of(region.hint()))
+        if cost is None:
+            return None
+        return HostTierReport(
+            store=region.engine_id,
+            num_tokens=region.num_tokens,
+            start_s=cost.start_s,
+            token_s=cost.token_s,
+        )
 
     def close(self) -> None:
         self._link.close()

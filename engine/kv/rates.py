@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvcache.transfer.pulls.messages import PeerKey
 
@@ -33,6 +33,13 @@ class _Link:
     bytes_per_s: float
     latency_s: float
     created_s: float
+
+
+class PullCost(NamedTuple):
+    """How long a pull takes, in seconds: `start_s`, and `token_s` for each token."""
+
+    start_s: float
+    token_s: float
 
 
 class Rates:
@@ -73,6 +80,15 @@ class Rates:
         link = self._link(peer)
         gain_s = self.seconds_per_token - self._bytes_per_token / link.bytes_per_s
         return max(1.0, link.latency_s / gain_s) if gain_s > 0 else math.inf
+
+    def pull_cost(self, peer: PeerKey) -> PullCost | None:
+        """The expected duration of pulls from `peer`; None if there are no such pulls,
+        because prefixes are never pulled.
+        """
+        if self._mode == "never":
+            return None
+        link = self._link(peer)
+        return PullCost(link.latency_s, self._bytes_per_token / link.bytes_per_s)
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
         """Records how long this engine took to compute `num_tokens` prompt tokens,

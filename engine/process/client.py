@@ -25,6 +25,7 @@ from protocol.messages import (
     EngineReady,
     EngineStats,
     ErrorInfo,
+    HostTierReport,
     Migrate,
     Outputs,
     TokenDelta,
@@ -224,6 +225,7 @@ class EngineClient:
         progress: a description of what the engine does before it is ready.
         on_progress: called with each new value of `progress`.
         stats: the engine's latest values, by metric series.
+        host_tier: the KV store that the engine uses, or None.
         failure: why the engine cannot continue, or None.
         movable: for each open request that can migrate, by request id, a function that
             returns whether the request may migrate now.
@@ -241,6 +243,7 @@ class EngineClient:
         self.ready: EngineReady | None = None
         self.progress = "the engine is starting"
         self.stats: dict[str, float] = {}
+        self.host_tier: HostTierReport | None = None
         self.on_progress: Callable[[str], None] = lambda text: None
         self.movable: dict[str, Callable[[], bool]] = {}
         self.moving: set[str] = set()
@@ -430,8 +433,9 @@ class EngineClient:
                         subscription.on_grammar_compiled(request_id)
                 for delta in deltas:
                     self._deliver(delta)
-            case EngineStats(values):
+            case EngineStats(values, host_tier):
                 self.stats.update(values)
+                self.host_tier = host_tier
             case EngineProgress(text):
                 self.progress = text
                 self.on_progress(text)

@@ -14,7 +14,7 @@ from engine.http.api import ServerHooks
 from engine.http.request_stats import MAX_RECENT
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import KVParamsRejected
-from protocol.messages import AddRequest, EngineStats, TokenDelta
+from protocol.messages import AddRequest, EngineStats, HostTierReport, TokenDelta
 from protocol.metrics import ENGINE_TOTALS, stat_key
 from protocol.process.logging import LineFormatter
 from protocol.server_stats import STATS_PATH, ServerStats
@@ -191,6 +191,16 @@ async def test_metrics_count_requests_and_tokens(tokenizer):
             "baton_requests_running 2.0",
         ):
             assert f"\n{line}\n" in text, line
+
+
+async def test_ready_names_the_kv_store_while_the_engine_uses_it(tokenizer):
+    async with serving(tokenizer) as server:
+        tier = HostTierReport(store="s", num_tokens=64, start_s=0.005, token_s=1e-6)
+        for host_tier in (None, tier, None):
+            server.engine.emit(EngineStats({}, host_tier))
+            report = (await server.http.get("/ready")).json()
+            expected = host_tier and msgspec.to_builtins(host_tier)
+            assert report.get("host_tier") == expected
 
 
 async def test_stats_report_recent_requests_with_times_but_without_texts(tokenizer):

@@ -237,7 +237,7 @@ class Engine:
         self.rates = Rates(mode, 64, 1e9)
         host_tier = None
         if store_link is not None:
-            host_tier = HostTier(store_link, self.coordinator, self.leases)
+            host_tier = HostTier(store_link, self.coordinator, self.leases, self.rates)
         borrower = Borrower(
             self.coordinator,
             policy,

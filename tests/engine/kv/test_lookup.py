@@ -140,6 +140,7 @@ def test_pull_threshold_follows_from_measured_pulls_and_prompts():
     assert rates.min_pull_tokens(peer) == pytest.approx(2.5)
     rates.record_pull(peer, 1 << 24, 1.0)  # 60 us per token
     assert 1.5 < rates.min_pull_tokens(peer) < 1.8
+    assert rates.pull_cost(peer) == pytest.approx((0.005, 60e-6), rel=0.01)
     for _ in range(20):
         rates.record_pull(peer, 1 << 20, 100.0)
         rates.record_pull(peer, 1 << 19, 0.0001)  # too small to be a measurement
@@ -150,7 +151,8 @@ def test_pull_threshold_follows_from_measured_pulls_and_prompts():
     )
     rates.record_lookup(peer, 0.5)
     assert rates.min_pull_tokens(peer) > 50
-    assert Rates("never", 1000, 1e6).min_pull_tokens(peer) == math.inf
+    never = Rates("never", 1000, 1e6)
+    assert never.min_pull_tokens(peer) == math.inf and never.pull_cost(peer) is None
 
 
 WRONG_HINTS = [

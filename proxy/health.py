@@ -15,6 +15,7 @@ requests that make any server fail could take the service down for all clients.
 
 from dataclasses import dataclass, replace
 
+from protocol.messages import HostTierReport
 from proxy.placement.speed import StepTotals
 
 SILENCES = 3  # unanswered health checks in a row that make a server not ready
@@ -83,6 +84,7 @@ class HealthReport:
         side_channel: None if other servers cannot subscribe to this server's KV.
         subscribes: the server can subscribe to the KV of a prompt that another server
             computes.
+        host_tier: the KV store of the server's host; None if it uses none.
     """
 
     ready: bool
@@ -99,6 +101,7 @@ class HealthReport:
     is_both: bool = False
     side_channel: SideChannel | None = None
     subscribes: bool = False
+    host_tier: HostTierReport | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import msgspec
 
 from protocol.handshake import FOREIGN
 from protocol.http.access import REDACTED
+from protocol.messages import HostTierReport
 from protocol.metrics import ENGINE_TOTALS
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
@@ -131,7 +132,11 @@ class Poller:
             self.load_tracker.set_lender(server, is_lender)
         if report.ready and report.totals is not None:
             self.load_tracker.on_report(
-                server, report.capacity, report.totals, report.itl_target_s
+                server,
+                report.capacity,
+                report.totals,
+                report.itl_target_s,
+                report.host_tier,
             )
 
     async def _fetch_report(self, server: Server) -> HealthReport:
@@ -220,11 +225,6 @@ def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
     reason = error.get("message", answer.get("reason"))
     if not isinstance(reason, str):
         reason = f"status {status}"
-    reported_limits = {}
-    for name in RequestLimits.__dataclass_fields__:
-        limit = typed(name, int)
-        if limit is not None and limit > 0:
-            reported_limits[name] = limit
     num_blocks = typed("num_blocks", int)
     block_size = typed("block_size", int)
     capacity = None
@@ -237,7 +237,7 @@ def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
     return HealthReport(
         ready=ready,
         reason=reason[:_MAX_REASON_CHARS],
-        limits=RequestLimits(**reported_limits) if reported_limits else None,
+        limits=_request_limits(answer),
         capacity=capacity,
         totals=totals,
         itl_target_s=itl_target_s if itl_target_s and itl_target_s > 0 else None,
@@ -247,7 +247,18 @@ def _parse_ready(kind: Kind, status: int, body: bytes) -> HealthReport:
         is_both=role == "both",
         side_channel=_side_channel(answer),
         subscribes=bool(answer.get("subscribes")),
+        host_tier=_host_tier(answer),
     )
+
+
+def _request_limits(answer: dict[str, Any]) -> RequestLimits | None:
+    """Return the limits that the answer has; None if it has none."""
+    limits = {}
+    for name in RequestLimits.__dataclass_fields__:
+        limit = answer.get(name)
+        if type(limit) is int and limit > 0:
+            limits[name] = limit
+    return RequestLimits(**limits) if limits else None
 
 
 def _side_channel(answer: dict[str, Any]) -> SideChannel | None:
@@ -261,4 +272,10 @@ def _side_channel(answer: dict[str, Any]) -> SideChannel | None:
     }
     with contextlib.suppress(msgspec.ValidationError):
         return msgspec.convert(fields, SideChannel)
+    return None
+
+
+def _host_tier(answer: dict[str, Any]) -> HostTierReport | None:
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(answer.get("host_tier"), HostTierReport | None)
     return None

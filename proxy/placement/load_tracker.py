@@ -10,8 +10,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
+from protocol.messages import HostTierReport
 from proxy.placement.assignment import Assignment
 from proxy.placement.cached_tails import CachedTails
+from proxy.placement.host_tiers import HostTiers
 from proxy.placement.key_affinity import KeyAffinity
 from proxy.placement.placement import (
     NOTHING_CACHED,
@@ -54,7 +56,8 @@ class LoadTracker:
     """The loads of all servers and the prefixes that they have cached.
 
     Args:
-        max_blocks: limit on the remembered blocks of prefixes, over all servers.
+        max_blocks: limit on the remembered blocks of prefixes, over all servers, and
+            once more over all KV stores.
         step_s: longest step with streams, for servers that report no such limit.
         clock: returns monotonic seconds.
 
@@ -74,6 +77,7 @@ class LoadTracker:
         self._routing = routing
         self._disaggregate = disaggregate
         self._prefixes = PrefixIndex(max_blocks)
+        self._host_tiers = HostTiers(max_blocks)
         self._affinity = KeyAffinity()
         self._clock = clock
         self.loads = LoadsByServer(step_s)
@@ -88,7 +92,10 @@ class LoadTracker:
     # members
 
     def forget_cache(self, server: object) -> None:
-        """Record that the server's cache is empty: it has restarted, or left."""
+        """Record that the server's cache is empty: it has restarted, or left.
+
+        The KV store of its host is still as it was.
+        """
         self._prefixes.remove_server(self.loads[server].index)
 
     def share_load(self, server: object, other: object) -> None:
@@ -103,6 +110,7 @@ class LoadTracker:
                 del self._lenders[load.index]
             if not any(other is load for other in self.loads.values()):
                 self._prefixes.remove_server(load.index)
+                self._host_tiers.remove_server(load)
         self._totals.pop(server, None)
         self._speeds.pop(server, None)
 
@@ -226,10 +234,11 @@ class LoadTracker:
         ]
 
     def _cached(self, profile: RequestProfile) -> CachedPrefixes:
-        """Return the cached blocks of a prompt, and those that can be pulled now."""
+        """Return the cached blocks of a prompt, and what can be pulled now."""
         depths = self._depths(profile)
+        stored_tokens = self._host_tiers.cached_tokens(profile)
         if not self.pulls:
-            return CachedPrefixes(depths)
+            return CachedPrefixes(depths, stored_tokens=stored_tokens)
         now = self._clock()
         lendable = 0.0
         wait_s = 0.0
@@ -243,7 +252,7 @@ class LoadTracker:
             if computed > lendable or lender_wait_s < wait_s:
                 wait_s = lender_wait_s
             lendable = computed
-        return CachedPrefixes(depths, lendable, wait_s)
+        return CachedPrefixes(depths, lendable, wait_s, stored_tokens)
 
     def _reply_wait_s(self, lender: object, now: float) -> float:
         """Return the seconds until a lender replies: it replies between two steps."""
@@ -358,7 +367,7 @@ class LoadTracker:
         # At least the last token of a prompt is computed.
         num_tokens = max(int(profile.tokens - num_cached), 1)
         prefill_s = load.launch_s + num_tokens * load.token_s
-        if cached.lendable_blocks:
+        if cached.lendable_blocks or cached.stored_tokens:
             prefill_s -= saved_by_pull_s(profile, load, cached)
         if generates:
             # The incoming streams will be running when this prompt is computed.
@@ -378,6 +387,7 @@ class LoadTracker:
         # Blocks are missing if another request was to compute them and was refused.
         if not assignment.computes or not is_indexed:
             self._add_prompt(load, assignment.profile)
+        self._host_tiers.add_prompt(load, assignment.profile)
         self._count_as_running(assignment)
         delay_s = self._clock() - assignment.expected_end_at - load.total_delay_s
         self._end_prefill(assignment, delay_s)
@@ -447,6 +457,7 @@ class LoadTracker:
         kv_capacity: int | None,
         totals: StepTotals,
         target_step_s: float | None = None,
+        host_tier: HostTierReport | None = None,
     ) -> None:
         """Update a server's estimates from the answer to a health check.
 
@@ -454,8 +465,10 @@ class LoadTracker:
             kv_capacity: tokens of KV.
             totals: counters of the engine since its start.
             target_step_s: longest step with streams, in seconds.
+            host_tier: the KV store that the server uses.
         """
         load = self.loads[server]
+        self._host_tiers.on_report(load, host_tier)
         load.kv_capacity = kv_capacity
         if kv_capacity:
             load.kv_capacity = max(min(kv_capacity, MAX_REPORTED), 0)

@@ -10,7 +10,9 @@ is in seconds and has four terms:
    Copied tokens are those that a peer of the server has cached. A prefill with copied
    tokens counts twice on an idle server too, and the copied tokens count once more: a
    copy takes cache capacity, and later prompts can go to the peer instead.
-2. The hand-off to a decode server, or the pull of a prefix from another server.
+2. The hand-off to a decode server, or the pull of a prefix from another server or from
+   the KV store of the server's host. A prefix is pulled where that takes least time, or
+   computed if that takes less.
 3. The time that running streams lose while the server computes the prompt. It is at
    least the minimum duration of a step with prompts, because the kernels of such a step
    are launched one by one.
@@ -21,8 +23,9 @@ If only a decode server has a prefix, every later turn interrupts that server's 
 An idle prefill server that computes the prefix once serves all later turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from proxy.placement.prefix_index import Depths
@@ -69,11 +72,14 @@ class CachedPrefixes(NamedTuple):
         lendable_blocks: number of leading blocks of the lender, which is the server
             that can lend the most of them.
         lender_wait_s: seconds until the lender can answer.
+        stored_tokens: number of leading tokens that each KV store has, by
+            HostTier.store.
     """
 
     depths: Depths
     lendable_blocks: float = 0.0
     lender_wait_s: float = 0.0
+    stored_tokens: Mapping[int, float] = MappingProxyType({})
 
 
 NOTHING_CACHED = CachedPrefixes(depths={})
@@ -160,27 +166,21 @@ def cheapest_server(
     """
     cheapest = _Cost(0, float("inf"), 0.0)
     least_cost_s = float("inf")
-    num_tokens = profile.tokens
     size_class = profile.size_class
     depths = cached.depths
     block_tokens = profile.block_tokens
     max_cached = _max_peer_blocks(servers, depths, generates=generates) * block_tokens
-    num_lendable, num_rest, pull_start_s = _pull(profile, cached)
+    prefill_times_s = _prefill_times_s(profile, servers, cached)
     for position, server in enumerate(servers):
-        num_cached = depths.get(server.index, 0.0) * block_tokens if depths else 0.0
-        num_computed = num_tokens - num_cached
-        token_s = server.token_s
-        prefill_s = (num_computed if num_computed > 1 else 1) * token_s
-        if num_lendable > num_cached:
-            pulled_s = pull_start_s + num_rest * token_s - num_cached * PULL_TOKEN_S
-            if pulled_s < prefill_s:
-                prefill_s = pulled_s
+        prefill_s = prefill_times_s[position]
         # If a prefill counted twice on an idle server too, the first token in the row
         # "open loop at 24/s", 1P3D, would take 98 instead of 87 ms.
         others_s = prefill_s if server.num_prompts else 0.0
-        if max_cached > num_cached:
-            copied_s = (max_cached - num_cached) * token_s
-            others_s = prefill_s + (copied_s if copied_s < prefill_s else prefill_s)
+        if max_cached:
+            num_copied = max_cached - depths.get(server.index, 0.0) * block_tokens
+            if num_copied > 0:
+                copied_s = num_copied * server.token_s
+                others_s = prefill_s + (copied_s if copied_s < prefill_s else prefill_s)
         first_token_s = server.wait_s(size_class, now) + prefill_s
         num_streams = server.streams
         if num_streams:
@@ -205,6 +205,42 @@ def cheapest_server(
             least_cost_s = cost_s
             cheapest = _Cost(position, first_token_s, others_s)
     return cheapest
+
+
+def _prefill_times_s(
+    profile: RequestProfile, servers: Sequence[ServerLoad], cached: CachedPrefixes
+) -> list[float]:
+    """Return the seconds in which each server computes the prompt, without its wait.
+
+    A server computes what it has not cached, or pulls a prefix from another server or
+    from the KV store of its host and computes the rest: whatever takes least time.
+    """
+    times_s = []
+    depths = cached.depths
+    stored_tokens = cached.stored_tokens
+    num_tokens = profile.tokens
+    block_tokens = profile.block_tokens
+    num_lendable, num_rest, pull_start_s = _pull(profile, cached)
+    for server in servers:
+        num_cached = depths.get(server.index, 0.0) * block_tokens if depths else 0.0
+        num_computed = num_tokens - num_cached
+        token_s = server.token_s
+        prefill_s = (num_computed if num_computed > 1 else 1) * token_s
+        if num_lendable > num_cached:
+            pulled_s = pull_start_s + num_rest * token_s - num_cached * PULL_TOKEN_S
+            if pulled_s < prefill_s:
+                prefill_s = pulled_s
+        if stored_tokens and server.host_tier is not None:
+            store, start_s, stored_token_s = server.host_tier
+            num_stored = stored_tokens.get(store, 0.0)
+            if num_stored > num_cached:
+                num_left = num_tokens - num_stored
+                pulled_s = start_s + (num_left if num_left > 1 else 1) * token_s
+                pulled_s += (num_stored - num_cached) * stored_token_s
+                if pulled_s < prefill_s:
+                    prefill_s = pulled_s
+        times_s.append(prefill_s)
+    return times_s
 
 
 def _max_peer_blocks(
@@ -251,17 +287,24 @@ def _pull(profile: RequestProfile, cached: CachedPrefixes) -> _Pull:
 def saved_by_pull_s(
     profile: RequestProfile, server: ServerLoad, cached: CachedPrefixes
 ) -> float:
-    """Return the seconds that a server saves if it pulls the lendable blocks.
+    """Return the seconds that a server saves if it pulls a prefix.
 
-    0 if computing these blocks is faster.
+    It pulls the lendable blocks, or what the KV store of its host has. The result is 0
+    if computing the prefix is faster.
     """
-    num_blocks = cached.lendable_blocks - cached.depths.get(server.index, 0)
-    pulled_tokens = num_blocks * profile.block_tokens
-    pull_s = TRANSFER_S + pulled_tokens * PULL_TOKEN_S + cached.lender_wait_s
-    saved_s = pulled_tokens * server.token_s - pull_s
+    num_cached = cached.depths.get(server.index, 0) * profile.block_tokens
+    saved_s = 0.0
+    if cached.lendable_blocks:
+        num_pulled = cached.lendable_blocks * profile.block_tokens - num_cached
+        pull_s = TRANSFER_S + num_pulled * PULL_TOKEN_S + cached.lender_wait_s
+        saved_s = num_pulled * server.token_s - pull_s
+    tier = server.host_tier
+    if tier is not None:
+        num_pulled = cached.stored_tokens.get(tier.store, 0.0) - num_cached
+        pull_s = tier.start_s + num_pulled * tier.token_s
+        saved_s = max(saved_s, num_pulled * server.token_s - pull_s)
     if not saved_s > 0:
         return 0.0
-    num_cached = cached.depths.get(server.index, 0) * profile.block_tokens
     return min(saved_s, max(profile.tokens - num_cached, 1) * server.token_s)
 
 

@@ -1,6 +1,7 @@
 """The load of one server and its speed, as the proxy estimates them."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from proxy.placement.request_profile import NUM_SIZE_CLASSES, RequestProfile
 
@@ -15,6 +16,20 @@ STREAMS_PER_DOUBLING = 96.0  # this many streams make a step take about twice as
 MIN_PROMPT_SHARE = 0.2  # while streams run, prompts get at least this share of the time
 INITIAL_TOKEN_S = 25e-6  # an 8B model on one H200; used until steps were measured
 INITIAL_STEP_S = 0.005
+
+
+class HostTier(NamedTuple):
+    """The KV store of a server's host.
+
+    Attributes:
+        store: number of the store, which all servers of the store have.
+        start_s: seconds for each pull from the store, as the server measures them.
+        token_s: seconds per token of a pull, likewise.
+    """
+
+    store: int
+    start_s: float
+    token_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +56,7 @@ class ServerLoad:
         launch_s: additional seconds per step with prompts.
         base_step_s: seconds of a step with few streams; see `step_s`.
         target_step_s: limit for a step with streams; prompts are cut to fit.
+        host_tier: None if the server uses no KV store.
     """
 
     index: int
@@ -57,6 +73,7 @@ class ServerLoad:
     launch_s: float = 0.0
     base_step_s: float = INITIAL_STEP_S
     target_step_s: float = USUAL_STEP_S
+    host_tier: HostTier | None = None
 
     def add_queued(self, size_class: int, seconds: float) -> None:
         """Add compute time of a prompt to the queue; negative `seconds` remove it."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from proxy.placement.placement import CachedPrefixes, choose, least_full_server
 from proxy.placement.prefix_index import PrefixIndex
 from proxy.placement.request_profile import RequestProfile
-from proxy.placement.server_load import ServerLoad
+from proxy.placement.server_load import HostTier, ServerLoad
 
 numbers = st.floats(0) | st.sampled_from([0.0, 1e-320, 1e9, math.nan])
 loads = st.builds(
@@ -29,6 +29,7 @@ loads = st.builds(
     token_s=numbers,
     base_step_s=numbers,
     target_step_s=numbers.filter(bool),
+    host_tier=st.none() | st.builds(HostTier, st.integers(0, 1), numbers, numbers),
 )
 
 
@@ -43,17 +44,18 @@ def number_servers(servers: list[ServerLoad], first: int) -> None:
     st.integers(1, 10**6),
     st.dictionaries(st.integers(0, 9), st.integers(0, 3000)),
     st.tuples(numbers, numbers, numbers),
+    st.dictionaries(st.integers(0, 1), numbers),
 )
 # Here peers can lend more blocks than the prompt has.
-@example([], [ServerLoad(0, token_s=2e16)], 1, {}, (0.0, 1.5e135, 0.0))
+@example([], [ServerLoad(0, token_s=2e16)], 1, {}, (0.0, 1.5e135, 0.0), {})
 def test_any_load_estimates_lead_to_an_allowed_server(
-    prefills, decodes, tokens, depths, times
+    prefills, decodes, tokens, depths, times, stored_tokens
 ):
     number_servers(prefills, 0)
     number_servers(decodes, len(prefills))
     now, lendable_blocks, lender_wait_s = times
     profile = RequestProfile(tokens, range(tokens // 512))
-    cached = CachedPrefixes(depths, lendable_blocks, lender_wait_s)
+    cached = CachedPrefixes(depths, lendable_blocks, lender_wait_s, stored_tokens)
     placement = choose(profile, prefills, decodes, cached, now)
     assert placement.decode in [server.index for server in decodes]
     assert placement.prefill in [None, *(server.index for server in prefills)]

@@ -162,11 +162,11 @@ def kv_bytes(use: GpuUse, utilization: float, *, peak_bytes: int) -> int:
         peak_bytes: the most memory that torch had allocated during the largest step,
             including the weights.
     """
-    # Contexts, kernels and NCCL's buffers; also those of other processes, because the
-    # driver does not tell in every container which process a byte belongs to.
+    # Contexts, kernels and NCCL's buffers. Those of other processes are included,
+    # because in some containers the driver does not report memory by process.
     outside_torch = use.total - use.free - use.reserved
-    own_outside_torch = min(outside_torch, _MAX_OUTSIDE_TORCH_BYTES)
-    allowed = int(use.total * utilization) - own_outside_torch - peak_bytes
+    counted_bytes = min(outside_torch, _MAX_OUTSIDE_TORCH_BYTES)
+    allowed = int(use.total * utilization) - counted_bytes - peak_bytes
     available = use.free + use.reserved - peak_bytes
     return min(allowed, available)
 

@@ -50,7 +50,7 @@ def main() -> None:
     imported_s = time.monotonic()
     with skipping_kernels(record):
         run_steps(config)
-    found_s = time.monotonic()
+    recorded_s = time.monotonic()
     num_compiled = compilers.wait()
     logger.info(
         "compiled %d of %d kernels: %.1f s for imports, %.1f s to find the kernels, "
@@ -58,8 +58,8 @@ def main() -> None:
         num_compiled,
         len(requests),
         imported_s - started_s,
-        found_s - imported_s,
-        time.monotonic() - found_s,
+        recorded_s - imported_s,
+        time.monotonic() - recorded_s,
     )
     compilers.close()
     lifecycle.exit_now(0)

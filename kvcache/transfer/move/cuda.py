@@ -85,8 +85,7 @@ def register_host(address: int, nbytes: int, *, is_read_only: bool = False) -> N
     flags = _REGISTER_PORTABLE | _REGISTER_MAPPED
     if is_read_only:
         flags |= _REGISTER_READ_ONLY
-    arguments = c_uint64(address), c_size_t(nbytes), c_uint(flags)
-    _call("cuMemHostRegister_v2", *arguments)
+    _call("cuMemHostRegister_v2", c_uint64(address), c_size_t(nbytes), c_uint(flags))
 
 
 def unregister_host(address: int) -> None:

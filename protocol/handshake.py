@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from protocol.cache_salt import SALT_BYTES
 from protocol.errors import PeerIncompatible
-from protocol.messages import RemotePrefill
+from protocol.messages import RemotePrefill, Retention
 from protocol.short_repr import short_repr
 
 PROTOCOL_VERSION = 2
@@ -354,6 +354,11 @@ class LookupResult(msgspec.Struct, frozen=True, tag="lookup_result", kw_only=Tru
     remote: RemotePrefill | None
 
 
+# Bounds of a demotion: a request has at most a mark for each duration.
+_MAX_RETENTIONS = 8
+_MAX_OWNER_CHARS = 256
+
+
 class Demote(msgspec.Struct, frozen=True, tag="demote", kw_only=True):
     """Offers KV to a host's KV store, which pulls the tokens that it lacks.
 
@@ -365,6 +370,8 @@ class Demote(msgspec.Struct, frozen=True, tag="demote", kw_only=True):
         token_ids: The tokens from the start of the sequence that `remote` refers to.
         first_token: The blocks of the tokens before this one are missing in `remote`,
             because the store is expected to have them.
+        retention: Parts of the prompt that the client asks to keep.
+        owner: Whom these parts count for, as AddRequest.share.
     """
 
     nonce: _Id
@@ -373,6 +380,8 @@ class Demote(msgspec.Struct, frozen=True, tag="demote", kw_only=True):
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 31)]]
     first_token: _Count = 0
     cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)] = b""
+    retention: Annotated[list[Retention], Meta(max_length=_MAX_RETENTIONS)] = []
+    owner: Annotated[str, Meta(max_length=_MAX_OWNER_CHARS)] = ""
 
 
 class Metadata(msgspec.Struct, frozen=True, tag="metadata", kw_only=True):

@@ -37,6 +37,7 @@ from kvcache.lease_server import LeaseServer
 from kvcache.prefix import PrefixCursor, PrefixIndex
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from protocol.handshake import Demote
+from protocol.messages import AddRequest
 from protocol.metrics import stat_key
 
 MAX_OFFERS = 4
@@ -64,7 +65,7 @@ class _Entry:
     """
 
     token_ids: list[int]
-    salt: bytes
+    request: AddRequest
     num_published: int = 0
     num_offered: int = 0
     num_stored: int = 0
@@ -125,7 +126,7 @@ class Demoter:
         if entry is None:
             if not num_published:
                 return
-            entry = _Entry(sequence.token_ids, sequence.request.cache_salt)
+            entry = _Entry(sequence.token_ids, sequence.request)
             self._entries[key] = entry
         entry.num_published = max(entry.num_published, num_published)
         if not entry.is_in_flight and self._has_grown(entry):
@@ -148,7 +149,7 @@ class Demoter:
         if self._region is None:
             return
         key = (sequence.request_id, sequence.choice)
-        entry = _Entry(sequence.token_ids, sequence.request.cache_salt)
+        entry = _Entry(sequence.token_ids, sequence.request)
         entry.num_stored = self._whole_blocks(num_tokens, self._region)
         entry.num_offered = entry.num_stored
         self._entries[key] = entry
@@ -284,7 +285,9 @@ class Demoter:
             ),
             token_ids=entry.token_ids[:num_tokens],
             first_token=entry.num_stored,
-            cache_salt=entry.salt,
+            cache_salt=entry.request.cache_salt,
+            retention=entry.request.retention,
+            owner=entry.request.share,
         )
         self._coordinator.demote(region.address, offer)
 
@@ -315,7 +318,7 @@ class Demoter:
                 max_tokens=num_tokens,
                 reach=lowest_reach(num_tokens, region.block_size),
                 cursor=entry.cursor,
-                salt=entry.salt,
+                salt=entry.request.cache_salt,
             )
             num_matched = num_table_tokens(prefix, table)
             if num_matched == num_tokens or not has_windows:

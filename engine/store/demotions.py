@@ -198,12 +198,21 @@ class Demotions:
         self.outcomes["stored"] += 1
         self.num_bytes += event.nbytes
         self._allocator.received(demotion.fresh_blocks)
+        offer = demotion.offer
         self._prefix.publish(
-            demotion.offer.token_ids,
+            offer.token_ids,
             self._publishable(demotion),
             cursor=PrefixCursor(),
-            salt=demotion.offer.cache_salt,
+            salt=offer.cache_salt,
         )
+        for retention in offer.retention:
+            self._prefix.pin(
+                offer.token_ids,
+                retention.num_tokens,
+                retention.seconds,
+                owner=offer.owner,
+                salt=offer.cache_salt,
+            )
         self._allocator.release(without_null_blocks(demotion.table))
 
     def _publishable(self, demotion: _Demotion) -> list[int]:

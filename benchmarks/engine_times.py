@@ -25,6 +25,8 @@ class EngineTimes:
         handoff_s: overhead of a disaggregated request.
         sent_token_s: time per token of KV that is sent over the link.
         lookup_s: time to look up a prefix on another server, before KV is sent.
+        stored_token_s: time per token of KV that is pulled from the host's store;
+            assumed: 40 GB/s, of the 64 of PCIe 5.0.
         block_tokens: tokens of a block of the prefix cache.
         capacity: tokens that fit in the KV cache.
         max_streams: maximum number of concurrent streams.
@@ -49,6 +51,7 @@ class EngineTimes:
     handoff_s: float = 4e-3
     sent_token_s: float = 131072 / 200e9
     lookup_s: float = 5e-3
+    stored_token_s: float = 131072 / 40e9
     capacity: int = 880_000
     max_streams: int = 256
     step_tokens: int = 8192

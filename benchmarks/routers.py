@@ -154,7 +154,12 @@ class ProxyRouter:
         if self._fleet.now >= self._polled_at + POLL_S:
             self._polled_at = self._fleet.now
             for engine in self._fleet.engines:
-                self.tracker.on_report(engine, engine.times.capacity, engine.totals)
+                self.tracker.on_report(
+                    engine,
+                    engine.times.capacity,
+                    engine.totals,
+                    host_tier=engine.store.report if engine.store else None,
+                )
 
 
 class IdealRouter:

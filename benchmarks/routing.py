@@ -23,6 +23,7 @@ from benchmarks.bench.workload import scaled
 from benchmarks.engine_times import EngineTimes
 from benchmarks.loads import MIXES, FollowUp, Request, Workload, from_sessions
 from benchmarks.routers import IdealRouter, ProxyRouter
+from benchmarks.simulated_store import SimulatedStore
 from benchmarks.simulation import Engine, Fleet
 from proxy.placement.load_tracker import Disaggregate, Routing
 from proxy.placement.server_load import USUAL_STEP_S
@@ -141,6 +142,12 @@ def simulate(
         )
         for index in range(num_engines)
     ]
+    if args.store_tokens:
+        stores = [
+            SimulatedStore(host, args.store_tokens, times) for host in range(args.hosts)
+        ]
+        for engine in engines:
+            engine.store = stores[engine.index % args.hosts]
     fleet = Fleet(engines, times, follow_up)
     policy = POLICIES[policy_name]
     if policy is None:
@@ -193,7 +200,16 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="target time between tokens. Decode servers split prompts to stay within "
         "it, if there are prefill servers",
     )
+    add(
+        "--store-tokens",
+        type=int,
+        default=0,
+        help="tokens that the KV store of each host holds (0: no stores)",
+    )
+    add("--hosts", type=int, default=1, help="hosts, which take turns to get a server")
     args = parser.parse_args(argv)
+    if args.hosts < 1:
+        parser.error("--hosts must be at least 1")
     if (args.trace is None) == (args.mix is None):
         parser.error("give either --trace FILE or --mix NAME")
     return args

@@ -55,6 +55,25 @@ def test_every_policy_serves_the_trace_and_prefix_affinity_pays(trace, capsys):
     assert rows["always"]["alone"] == 0.0
 
 
+def test_placement_finds_evicted_prefixes_in_the_stores_of_hosts(trace, capsys):
+    """The servers' caches hold two of the twelve sessions."""
+    computed = {}
+    for policy, store_tokens in (
+        ("never", 0),
+        ("never", 10**6),
+        ("round_robin", 10**6),
+    ):
+        argv = ["--trace", str(trace), "--shapes", "4D", "--policies", policy]
+        argv += ["--hosts", "2", "--store-tokens", str(store_tokens)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(routing, "EngineTimes", lambda: EngineTimes(capacity=30_000))
+            assert routing.main(argv) == 0
+        (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+        computed[policy, store_tokens] = row["computed"]
+    assert computed["never", 10**6] < 0.5 * computed["never", 0]
+    assert computed["never", 10**6] < computed["round_robin", 10**6]
+
+
 class UnevenEngine(Engine):
     """An engine on a busy machine: a step takes between about half and twice its usual
     time.

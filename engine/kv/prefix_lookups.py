@@ -17,6 +17,7 @@ from engine.core.sequence import Sequence
 from engine.kv.borrower_counters import BorrowerCounters
 from engine.kv.rates import Rates
 from engine.kv.store_link import StoreRegion
+from kvcache.groups import without_null_blocks
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import LookedUp, key_of
@@ -104,7 +105,8 @@ class PrefixLookups:
         if sequence.is_scoring or (pull is not None and not request.resumed_choices):
             return False
         max_tokens = self._max_tokens(sequence)
-        num_cached = self._num_cached(sequence, max_tokens)
+        table = self._cached_table(sequence, max_tokens)
+        num_cached = self._core.scheduler.tables.num_tokens(table)
         targets = []
         if pull is not None:
             num_cached = max(num_cached, pull.num_to_pull(len(sequence.token_ids)))
@@ -120,6 +122,7 @@ class PrefixLookups:
                 targets.append(store)
         if not targets:
             return False
+        self._evict_last(table)
         lookup = _OpenLookup(sequence, targets[0], targets[1:], num_cached, max_tokens)
         self._open[sequence.request_id] = lookup
         self._send(lookup)
@@ -133,16 +136,25 @@ class PrefixLookups:
             num_tokens = sequence.num_prompt_tokens
         return self._core.scheduler.tables.resume_limit(sequence, num_tokens - 1)
 
-    def _num_cached(self, sequence: Sequence, max_tokens: int) -> int:
+    def _cached_table(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """The table of the tokens that need no lookup."""
         prefix = self._core.scheduler.prefix
         if prefix is None:
-            return 0
-        table = prefix.match(
+            return []
+        return prefix.match(
             sequence.token_ids,
             max_tokens=max_tokens,
             salt=sequence.request.cache_salt,
         )
-        return self._core.scheduler.tables.num_tokens(table)
+
+    def _evict_last(self, table: list[int]) -> None:
+        """Makes cached blocks the most recently used ones. Other requests may allocate
+        blocks during a lookup, which only returns more tokens than these blocks have.
+        """
+        blocks = without_null_blocks(table)
+        allocator = self._core.scheduler.allocator
+        allocator.share(blocks)
+        allocator.release(blocks)
 
     def _is_worth_a_pull(
         self, target: KVHint, sequence: Sequence, num_cached: int, max_tokens: int

@@ -95,22 +95,6 @@ def test_evicted_and_foreign_prompts_are_promoted_in_any_geometry(
         assert num_promoted >= num_stored
 
 
-def test_engines_of_one_store_report_it_with_what_pulls_from_it_cost(make_tiers):
-    group = make_tiers({}, {"block_size": 2}, {"mode": "never"})
-    region = group.store.region
-    *readers, unable = (engine.core.connector for engine in group.engines)
-    for connector in readers:
-        report = connector.host_tier_report()
-        assert (report.store, report.num_tokens) == (
-            region.engine_id,
-            region.num_tokens,
-        )
-        assert report.start_s > 0 and report.token_s > 0
-    assert unable.host_tier_report() is None
-    group.engines[0].store_link.region = None
-    assert readers[0].host_tier_report() is None
-
-
 @pytest.mark.parametrize(
     "store_size",
     [

@@ -104,10 +104,12 @@ def test_kv_is_pulled_from_the_store_by_servers_of_any_geometry(kind):
     model = ensure_model(name)
     with started(start_store) as (store,):
         tier = (*host_kv(store), *shared)
-        start_a = partial(start_decode, model, *tier, *options_a)
+        all_options_a = (*tier, *options_a)
+        all_options_b = (*tier, *options_b)
+        start_a = partial(start_decode, model, *all_options_a)
         with started(
             start_a,
-            partial(start_decode, model, *tier, *options_b),
+            partial(start_decode, model, *all_options_b),
             partial(start_decode, model, *shared),
         ) as (a, b, lone_server):
             wait_until(lambda: has_store(a) and has_store(b))

@@ -256,6 +256,9 @@ def test_aborted_request_leaves_its_kv_in_the_store(make_tiers):
     group.until(lambda: len(engine.out.tokens(name)) >= 3)
     engine.core.round([AbortRequest(name)])
     group.until_stored(PROMPT, 28)
+    group.settle()
+    evict_all(engine)
+    assert group.complete(engine, PROMPT)[1] == (28, 2, 0)
 
 
 def test_full_region_evicts_what_was_used_least_recently(make_tiers):
@@ -404,7 +407,8 @@ def test_failed_reads_of_the_store_lose_only_the_demotion(make_tiers):
     group.complete(engine, PROMPT)
     group.until(lambda: demoted(engine, "dropped") >= 1)
     group.settle()
-    group.complete(engine, OTHER)
+    assert group.store.region.demotions.outcomes["failed"] == 1
+    assert group.complete(engine, OTHER)[1] == (0, 30, 0)
     group.until_stored(OTHER, 28)
 
 

@@ -214,6 +214,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         retention: Parts of the prompt to keep in the prefix cache.
         resumed_choices: Per choice, the tokens that another server has already
             generated; empty for a new request.
+        prediction: Tokens that the client expects in the output (`prediction` of the
+            OpenAI API). They are proposed to the model, and change no token.
         retain_kv: Prefill role: lease the KV and answer with kv_transfer_params.
         transfer_id: Prefill role: the id by which other engines can subscribe to the
             KV.
@@ -240,6 +242,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     share: str = ""
     retention: list[Retention] = []
     resumed_choices: list[ResumedChoice] = []
+    prediction: list[int] = []
     retain_kv: bool = False
     transfer_id: str | None = None
     remote: RemotePrefill | None = None
@@ -343,6 +346,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
         usage: Set on the last delta. The delta with a choice's first token also has a
             usage, with preliminary numbers.
         times: Set on the last delta.
+        accepted_tokens: Set on the last delta: how many tokens of this choice were
+            proposed by a drafter before they were drawn.
+        rejected_tokens: Set on the last delta: how many proposed tokens were not drawn.
         kv_transfer_params: Set on the last delta if another server continues the
             request: after a prefill leg, or with the finish reason MOVED.
     """
@@ -356,6 +362,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     usage: KVUsage | None = None
     times: PhaseTimes | None = None
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
 
 

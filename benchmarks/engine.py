@@ -3,6 +3,7 @@
     python -m benchmarks.engine [--shape llama-3.1-8b] [--batch 1 8 64 256]
                                 [--context 1024] [--prompt 8192 1024] [--device cuda]
                                 [--chunk 2048 --behind 16384 32768 98304]
+                                [--proposals 1 3 7]
                                 [--quantization fp8] [--tp 4]
 
 Weights are random, because speed does not depend on their values. The device's limits
@@ -19,6 +20,12 @@ ranks, a floor is the floor of one rank's share.
 "step" is the time from the tokens of one step to the tokens of the next step. A step is
 launched before the tokens of the previous step are read. "device" is the time of the
 same step's CUDA graph alone, replayed back to back. The last line of output is JSON.
+
+With --proposals, a synthetic drafter proposes so many tokens to each sequence, of which
+a share is accepted. Such a step is launched after the result of the step before, as in
+a server, so its time includes that of the host. "gain_50" is its tokens per second over
+those of decode steps, if half of the proposals are right as long as those before them
+are.
 """
 
 import argparse
@@ -60,6 +67,8 @@ from protocol.settings.machine import available_cores
 
 # The fastest rank waits at most this long for the slowest rank to start.
 _CONNECT_TIMEOUT_S = 600.0
+# Of the synthetic drafter.
+_ACCEPTANCE_RATES = (0.5, 0.7, 0.9)
 _ENGINE_OPTIONS = (
     "device",
     "dtype",
@@ -139,6 +148,12 @@ def _run(
     figures |= start_figures
     figures["ceilings"] = ceilings._asdict()
     figures["decode"] = [_measure_decode(runner, args, ceilings, n) for n in args.batch]
+    figures["verify"] = [
+        _measure_verification(runner, args, decode, num_proposals)
+        for decode, num_proposals in itertools.product(
+            figures["decode"], args.proposals
+        )
+    ]
     figures["prefill"] = [
         _measure_prefill(runner, args, ceilings, n) for n in args.prompt
     ]
@@ -202,6 +217,13 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[16384],
         help="each chunk is measured behind this many tokens of its prompt",
     )
+    add(
+        "--proposals",
+        type=int,
+        nargs="*",
+        default=[],
+        help="numbers of proposed tokens that a step verifies for each sequence",
+    )
     add("--steps", type=int, default=30, help="timed decode steps for each --batch")
     add("--kv-layout", default="BHLCND")
     add("--block-size", type=int, default=64, help="tokens per KV block")
@@ -253,7 +275,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         model_dir="",
         load_format="dummy",
         devices=list(range(args.tp)),
-        max_num_seqs=max([*args.batch, 1]),
+        max_num_seqs=max([*args.batch, 1]) * (1 + max([*args.proposals, 0])),
         max_num_batched_tokens=max([*args.prompt, *args.chunk, 2048]),
     )
 
@@ -295,7 +317,7 @@ def _make_step(
     runner: ModelRunner,
     tables: np.ndarray[Any, Any],
     query_len: int,
-    context_len: int,
+    context_len: int | np.ndarray[Any, Any],
     *,
     uses_last_tokens: bool = False,
 ) -> StepInput:
@@ -303,7 +325,8 @@ def _make_step(
 
     Args:
         query_len: tokens of each sequence that the step computes.
-        context_len: tokens of each sequence after the step.
+        context_len: tokens of each sequence after the step; one number for all, or one
+            for each.
         uses_last_tokens: whether the step's tokens are those that the preceding step
             sampled; if not, they are random.
     """
@@ -355,6 +378,56 @@ def _measure_decode(
         over_floor=step_s / floor_s,
         tokens_per_s=batch / step_s,
     )
+
+
+def _measure_verification(
+    runner: ModelRunner,
+    args: argparse.Namespace,
+    decode: dict[str, float],
+    num_proposals: int,
+) -> dict[str, float]:
+    """Measure steps that verify `num_proposals` tokens for each sequence.
+
+    Args:
+        decode: the figures of decode steps of as many sequences.
+    """
+    batch = int(decode["batch"])
+    num_rows = 1 + num_proposals
+    num_tokens = args.context + args.steps * num_rows + num_rows
+    tables = _block_tables(runner, batch, num_tokens, args.context)
+    tables = np.repeat(tables, num_rows, axis=0)
+    rng = np.random.default_rng(2)
+    lens = np.full(batch, args.context)
+    times = []
+    for _ in range(args.steps):
+        started_at = time.perf_counter()
+        context_lens = (lens[:, None] + 1 + np.arange(num_rows)).reshape(-1)
+        step = _make_step(runner, tables, 1, context_lens.astype(np.int32))
+        runner.execute(step)
+        times.append(time.perf_counter() - started_at)
+        # Contexts grow unequally, as proposals of some sequences are accepted.
+        lens += rng.integers(1, num_rows, batch, endpoint=True)
+    step_ms = statistics.median(times[3:]) * 1e3
+    gains = {
+        f"gain_{rate:.0%}".rstrip("%"): _mean_tokens(rate, num_proposals)
+        * decode["step_ms"]
+        / step_ms
+        for rate in _ACCEPTANCE_RATES
+    }
+    return _print_figures(
+        "verify",
+        batch=batch,
+        proposals=num_proposals,
+        step_ms=step_ms,
+        over_decode=step_ms / decode["step_ms"],
+        **gains,
+    )
+
+
+def _mean_tokens(rate: float, num_proposals: int) -> float:
+    """Return how many tokens a step yields, if each proposal is right with the
+    probability `rate`, given that those before it are."""
+    return sum(rate**count for count in range(num_proposals + 1))
 
 
 def _step_times_s(

@@ -13,6 +13,7 @@ from protocol.version import VERSION
 # The itl_target_s that GET /ready reports if the engine has no target. Proxies then
 # expect that steps take up to this time.
 _UNLIMITED_STEP_S: Final = 1.0
+MAX_PROPOSALS: Final = 16
 
 
 class EngineConfig(NodeOptions, KVOptions, ModelOptions):
@@ -67,6 +68,17 @@ class EngineConfig(NodeOptions, KVOptions, ModelOptions):
         """The ranks of this node."""
         first = self.node_rank * self.ranks_per_node
         return range(first, first + self.ranks_per_node)
+
+    @property
+    def max_step_proposals(self) -> int:
+        """The largest number of proposed tokens that a step verifies."""
+        return MAX_PROPOSALS
+
+    @property
+    def max_step_rows(self) -> int:
+        """The largest number of rows of a step that each attend on their own: one for
+        each sequence that decodes, and one for each proposal."""
+        return self.max_num_seqs + self.max_step_proposals
 
     def device_of(self, rank: int) -> int:
         """Returns the number of the GPU of a rank on this node."""

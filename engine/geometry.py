@@ -229,7 +229,7 @@ def step_limits(
         is_for_dcp_group: whether the backend computes the heads of all ranks that share
             tokens. Only decode steps use such a backend.
     """
-    max_seqs = config.max_num_seqs
+    max_seqs = config.max_step_rows
     if is_for_dcp_group:
         return StepLimits(max_seqs, max_seqs, 0)
     max_tokens = max(config.max_num_batched_tokens, max_seqs)

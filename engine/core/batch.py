@@ -3,6 +3,11 @@
 The scheduler's plan becomes flat arrays on the host, from which each rank derives
 positions and slots. Rank 0 uses the arrays directly; the other ranks receive them as
 msgpack bytes.
+
+A sequence whose proposals are verified has a row of its own for its last token and for
+each proposal. To the ranks, these rows are decoding sequences that share a block table.
+Every layer stores the KV of all rows before any row attends, so each row sees the
+tokens of the rows before it.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -34,8 +39,8 @@ class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
-    """A step that computes T tokens of S sequences. R of the sequences draw their next
-    token at its end.
+    """A step that computes T tokens of S sequences, and draws R tokens at its end. Each
+    row of a verification counts as a sequence.
 
     Attributes:
         token_ids: [T]; -1 - r stands for the token of draw r in the previously launched
@@ -162,23 +167,33 @@ def build_step(
         scheduled: the sequences of the step; not empty.
         row_allocator: assigns state rows to the draws.
     """
-    sequences = [item.sequence for item in scheduled]
-    query_lens = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
-    context_lens = query_lens + np.array(
-        [item.start for item in scheduled], dtype=np.int32
-    )
+    num_seqs = sum(1 + len(item.proposals) for item in scheduled)
+    query_lens = np.ones(num_seqs, dtype=np.int32)
+    context_lens = np.empty(num_seqs, dtype=np.int32)
+    max_blocks = max(len(item.sequence.block_ids) for item in scheduled)
+    tables = np.zeros((num_seqs, max_blocks), dtype=np.int32)
     tokens: list[int] = []
+    sampled: list[int] = []
+    proposed: list[tuple[int, ...]] = []
+    index = 0
     for item in scheduled:
+        rows = range(index, index + 1 + len(item.proposals))
         stop = item.start + item.num_tokens
+        block_ids = item.sequence.block_ids
+        tables[rows.start : rows.stop, : len(block_ids)] = block_ids
+        context_lens[rows.start : rows.stop] = np.arange(stop - len(rows), stop) + 1
         tokens += item.sequence.token_ids[item.start : stop]
-        if stop > len(item.sequence.token_ids):
-            tokens.append(-1 - item.sequence.awaited_row)
-    tables = np.zeros(
-        (len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32
-    )
-    for row, sequence in enumerate(sequences):
-        tables[row, : len(sequence.block_ids)] = sequence.block_ids
-    sampled = [index for index, item in enumerate(scheduled) for _ in item.draws]
+        if item.proposals:
+            tokens += item.proposals
+            sampled += rows
+            proposed += [item.proposals[:count] for count in range(len(rows))]
+        else:
+            query_lens[index] = item.num_tokens
+            sampled += [index] * len(item.draws)
+            proposed += [()] * len(item.draws)
+            if stop > len(item.sequence.token_ids):
+                tokens.append(-1 - item.sequence.awaited_row)
+        index = rows.stop
     draws = [sequence for item in scheduled for sequence in item.draws]
     return StepInput(
         token_ids=np.array(tokens, dtype=np.int64),
@@ -187,7 +202,9 @@ def build_step(
         block_tables=tables,
         sampled_sequences=np.array(sampled, dtype=np.int32),
         sampling=[sequence.sampling.params for sequence in draws],
-        logit_changes=row_allocator.plan(draws, context_lens[sampled].tolist()),
+        logit_changes=row_allocator.plan(
+            draws, context_lens[sampled].tolist(), proposed
+        ),
         is_masked=any(sequence.sampling.grammar is not None for sequence in draws),
         scores=_scores(scheduled),
     )

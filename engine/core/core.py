@@ -18,18 +18,19 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequenceable
-from dataclasses import replace
 from typing import Any
 
 from engine.core.batch import Executor, StepOutput
 from engine.core.connector import CoreServices, KVConnector
-from engine.core.core_grammar import CoreGrammars
-from engine.core.output_processor import CoreStats, Draw, OutputProcessor
+from engine.core.core_grammar import CoreGrammars, num_masked_draws
+from engine.core.output_processor import Draw, OutputProcessor
 from engine.core.scheduler import Plan, Scheduled, Scheduler
 from engine.core.sequence import Phase, Sequence
 from engine.core.state.choices import ChoiceState
+from engine.core.stats import CoreStats, scheduler_stats
 from engine.core.step_runner import InFlightStep, StepRunner
 from engine.process.transport import EngineTransport
+from engine.speculation.speculator import Speculator
 from kvcache.blocks import BlockError
 from protocol.errors import BatonError, GrammarFailed, InternalError, Overloaded
 from protocol.messages import (
@@ -71,6 +72,7 @@ class EngineCore(CoreServices):
         connector: KVConnector,
         transport: EngineTransport,
         grammars: CoreGrammars,
+        speculator: Speculator | None = None,
         rank_stats: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.scheduler = scheduler
@@ -78,6 +80,7 @@ class EngineCore(CoreServices):
         self.connector = connector
         self.transport = transport
         self.grammars = grammars
+        self.speculator = speculator or Speculator(scheduler.limits)
         self.sequences: dict[str, Sequence] = {}
         # Choice 0 of each request that migrates to another server as soon as its
         # choices decode, by request id.
@@ -100,6 +103,8 @@ class EngineCore(CoreServices):
             if is_closed:
                 return
             has_progressed = self.round(messages)
+            if not has_progressed:
+                self._steps.mark_idle()
             if self._is_closed:
                 return
             self._report_stats()
@@ -117,7 +122,9 @@ class EngineCore(CoreServices):
         self.connector.poll()
         had_step_in_flight = bool(self._steps.in_flight)
         if had_step_in_flight and (
-            self._steps.is_long_step_in_flight() or self.scheduler.may_preempt()
+            self._steps.is_long_step_in_flight()
+            or self.scheduler.may_preempt()
+            or self.speculator.needs_results(self.scheduler.running)
         ):
             self.finish_steps(0)
         if self._migrating:
@@ -126,6 +133,7 @@ class EngineCore(CoreServices):
             self.enqueue(sequence)
         for sequence, error in self.grammars.take_overdue():
             self.fail(sequence, error)
+        self.speculator.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
         self._apply_plan(plan)
         if plan.scheduled:
@@ -305,16 +313,22 @@ class EngineCore(CoreServices):
             tokens = [next(drawn) for _ in item.draws]
             item_scores = next(scores) if item.scored else []
             if item.sequence in step.skipped:
-                item = replace(item, num_tokens=item.num_tokens - 1, draws=())
+                item = item.without_draws()
                 tokens = []
             if item.sequence.phase is not Phase.RUNNING:
                 continue  # the sequence ended after the step was launched
             try:
-                self._commit_item(item, tokens, item_scores)
+                if item.proposals:
+                    self._commit_verification(item, tokens)
+                else:
+                    self._commit_item(item, tokens, item_scores)
             except (BlockError, AssertionError):
                 raise
             except Exception as error:
                 self.give_up(item.sequence, error)
+
+    def step_committed(self, step: InFlightStep, cycle_s: float) -> None:
+        self.speculator.record_step(step.scheduled, cycle_s)
 
     def _commit_item(
         self,
@@ -336,6 +350,32 @@ class EngineCore(CoreServices):
         if draws and sequence.times.drawn is None:
             sequence.times.drawn = time.monotonic()
         self.scheduler.fork_choices(sequence)
+        self._send_draws(draws)
+        if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
+            self._end_choices([(choice, "length") for choice in sequence.choices])
+
+    def _commit_verification(
+        self, item: Scheduled, tokens: list[tuple[int, TokenLogprobs | None]]
+    ) -> None:
+        """Appends the tokens of a step that verified proposals, up to the first draw
+        that differs from its proposal or ends the sequence."""
+        sequence = item.sequence
+        draws: list[Draw] = []
+        num_accepted = 0
+        num_masked = num_masked_draws(sequence, item.proposals)
+        for index, (token_id, logprobs) in enumerate(tokens[:num_masked]):
+            draws.append(self._append_draw(sequence, token_id, logprobs))
+            is_accepted = item.proposals[index : index + 1] == (token_id,)
+            num_accepted += is_accepted
+            if draws[-1].reason is not None or not is_accepted:
+                break
+        # Appended before the commit, which publishes blocks by their tokens.
+        self.scheduler.commit(item, num_kept=len(draws))
+        self.connector.on_computed(sequence)
+        self.speculator.record(sequence, item.proposals, num_accepted)
+        self._send_draws(draws)
+
+    def _send_draws(self, draws: list[Draw]) -> None:
         for draw in draws:
             if draw.sequence.phase is Phase.FINISHED:
                 continue  # the error of another choice has ended the request
@@ -345,8 +385,6 @@ class EngineCore(CoreServices):
                 self._output.add_token(draw)
             else:
                 self._end(draw)
-        if sequence.request.max_tokens == 0 and self._finish_reason(sequence):
-            self._end_choices([(choice, "length") for choice in sequence.choices])
 
     def _append_draw(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
@@ -448,7 +486,8 @@ class EngineCore(CoreServices):
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
         return {
-            **self.scheduler.stats(),
+            **scheduler_stats(self.scheduler),
             **self._stats.totals(),
             **self.connector.stats(),
+            **self.speculator.stats(),
         }

@@ -78,11 +78,13 @@ class CoreGrammars:
     def begin_masks(self, scheduled: Sequenceable[Scheduled]) -> None:
         """Starts to compute the masks of a step on other threads."""
         for item in scheduled:
-            for choice in item.draws:
+            for choice in dict.fromkeys(item.draws):
                 state = choice.sampling.grammar
                 if state is not None and not state.is_busy:
                     threads = self._slow if state.is_slow else self._quick
-                    state.begin_mask(choice.token_ids, choice.first_output, threads)
+                    state.begin_mask(
+                        choice.token_ids, choice.first_output, threads, item.proposals
+                    )
 
     def wait_for_masks(
         self, scheduled: Sequenceable[Scheduled], *, wait_for_all: bool = False
@@ -97,25 +99,24 @@ class CoreGrammars:
         Args:
             wait_for_all: wait until all masks are ready, however long it takes.
         """
-        states = [
-            choice.sampling.grammar for item in scheduled for choice in item.draws
-        ]
-        sequences = [item.sequence for item in scheduled for _ in item.draws]
         begun: list[tuple[Sequence, Future[None]]] = []
         awaited: list[Future[None]] = []
-        for sequence, state in zip(sequences, states, strict=True):
-            if state is None or state.work is None:
-                continue
-            begun.append((sequence, state.work))
-            if wait_for_all or not state.is_slow:
-                awaited.append(state.work)
+        for item in scheduled:
+            for choice in item.draws:
+                state = choice.sampling.grammar
+                if state is None or state.work is None:
+                    continue
+                begun.append((item.sequence, state.work))
+                if wait_for_all or not state.is_slow:
+                    awaited.append(state.work)
         wait_for(awaited, None if wait_for_all else _MAX_MASK_WAIT_S)
         skipped = set()
         for sequence, work in begun:
             if not work.done():
                 skipped.add(sequence)  # its children's draws are skipped as well
                 self._await_mask(sequence, work)
-        return step_masks(states, self.compiler.vocab_size), skipped
+        rows = [row for item in scheduled for row in _mask_rows(item)]
+        return step_masks(rows, self.compiler.vocab_size), skipped
 
     def _await_mask(self, sequence: Sequence, work: Future[None]) -> None:
         if sequence in self.awaiting_mask:
@@ -153,3 +154,24 @@ class CoreGrammars:
         self.compiling.pop(sequence, None)
         if self.awaiting_mask.pop(sequence, None) is not None:
             sequence.sampling.awaits_mask = False
+
+
+def _mask_rows(item: Scheduled) -> list[Int32s | None]:
+    """The mask of each draw of a scheduled sequence. None allows every token: without a
+    grammar, while another thread uses the state (`wait_for_masks` then skips the
+    sequence), and after proposals that no draw can confirm."""
+    rows: list[Int32s | None] = []
+    for choice in dict.fromkeys(item.draws):
+        state = choice.sampling.grammar
+        if state is None or state.is_busy:
+            rows.append(None)
+        else:
+            rows += [state.row, *state.rows_after(item.proposals)]
+    return rows + [None] * (len(item.draws) - len(rows))
+
+
+def num_masked_draws(sequence: Sequence, proposals: tuple[int, ...]) -> int:
+    """How many draws of a verification obeyed the grammar of their sequence. The others
+    come after a proposal that the grammar does not allow."""
+    state = sequence.sampling.grammar
+    return 1 + len(proposals if state is None else state.rows_after(proposals))

@@ -15,6 +15,11 @@ On rank 0, `RowAllocator` assigns a state row to each sequence that needs one. T
 that does not change (prompt, bias, penalties) is sent to the ranks once, with the first
 step that uses the row. The `LogitShaper` of each rank counts drawn tokens on its
 device.
+
+A step that verifies proposals draws several times with one row. Each draw counts the
+proposals before it as if they had been drawn. Only the first drawn token is counted on
+the device, because which of the others the sequence keeps is not known there. The next
+step brings these tokens along.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -58,12 +63,31 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: list[int]
 
 
-class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
-    """The changes to the logits of a step's R draws, as sent to the ranks."""
+class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that a sequence kept after a verification, and that its state row has not
+    counted."""
 
-    rows: list[int]  # [R] state rows; NO_ROW for a draw without changes
-    bans: list[bool]  # [R] whether the draw's stop tokens are banned
-    setups: list[SamplingRow]  # the state rows to initialise before the draws
+    row: int
+    token_ids: list[int]
+
+
+class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
+    """The changes to the logits of a step's R draws, as sent to the ranks.
+
+    Attributes:
+        rows: [R] state rows; NO_ROW for a draw without changes.
+        bans: [R] whether the draw's stop tokens are banned.
+        setups: the state rows to initialise before the draws.
+        kept: the tokens to count before the draws.
+        proposed: by index of a draw, the proposals that it counts as drawn. Empty for
+            draws that are no verification, and for the first draw of one.
+    """
+
+    rows: list[int]
+    bans: list[bool]
+    setups: list[SamplingRow]
+    kept: list[KeptTokens] = []
+    proposed: dict[int, list[int]] = {}
 
 
 class RowAllocator:
@@ -80,7 +104,10 @@ class RowAllocator:
         self._free: list[int] = []
 
     def plan(
-        self, drawing: Sequenceable[Sequence], positions: Sequenceable[int]
+        self,
+        drawing: Sequenceable[Sequence],
+        positions: Sequenceable[int],
+        proposed: Sequenceable[tuple[int, ...]] = (),
     ) -> LogitChanges | None:
         """Assigns rows to the draws of a step. Returns the changes to the logits, or
         None if no draw needs any.
@@ -88,6 +115,8 @@ class RowAllocator:
         Args:
             drawing: the sequence of each draw.
             positions: the position in its sequence of each token to be drawn.
+            proposed: for each draw, the proposals before its token; empty if the step
+                verifies no proposals.
         """
         for sequence in [s for s in self._rows if s.phase is not Phase.RUNNING]:
             self._free.append(self._rows.pop(sequence)[0])
@@ -101,21 +130,32 @@ class RowAllocator:
         ]
         if not any(needs_row):
             return None
-        setups: list[SamplingRow] = []
-        rows = [
-            self._row(sequence, position, setups) if is_needed else NO_ROW
-            for sequence, position, is_needed in zip(
-                drawing, positions, needs_row, strict=True
-            )
-        ]
-        return LogitChanges(rows, bans, setups)
+        changes = LogitChanges(
+            rows=[NO_ROW] * len(bans), bans=bans, setups=[], kept=[], proposed={}
+        )
+        for draw, (sequence, position) in enumerate(
+            zip(drawing, positions, strict=True)
+        ):
+            if not needs_row[draw]:
+                continue
+            if proposed and proposed[draw]:
+                changes.rows[draw] = self._rows[sequence][0]
+                changes.proposed[draw] = list(proposed[draw])
+            else:
+                changes.rows[draw] = self._row(sequence, position, changes)
+        return changes
 
-    def _row(self, sequence: Sequence, position: int, setups: list[SamplingRow]) -> int:
+    def _row(self, sequence: Sequence, position: int, changes: LogitChanges) -> int:
+        """Returns the state row for a sequence's next draw. Its state will be valid for
+        the draw after that one."""
         row, next_position = self._rows.get(sequence, (NO_ROW, NO_ROW))
         if row == NO_ROW:
             row = self._free.pop() if self._free else len(self._rows)
-        if next_position != position:
-            setups.append(_setup(sequence, row))
+        if not 0 <= next_position <= position:
+            changes.setups.append(_setup(sequence, row))
+        elif next_position < position:
+            kept = sequence.token_ids[next_position:position]
+            changes.kept.append(KeptTokens(row, kept))
         self._rows[sequence] = (row, position + 1)
         return row
 
@@ -187,8 +227,13 @@ class LogitShaper:
             return None
         for setup in changes.setups:
             self._set_up(setup)
+        for kept in changes.kept:
+            if self._setups[kept.row].penalties is not None:
+                self._count_outputs(kept.row, kept.token_ids)
         penalised: list[tuple[int, int]] = []
         penalties: list[tuple[float, float, float]] = []
+        counted: list[tuple[int, int]] = []
+        proposed: list[tuple[int, int]] = []
         bias_indices: list[npt.NDArray[np.int64]] = []
         bias_values: list[npt.NDArray[np.float32]] = []
         ban_indices: list[int] = []
@@ -202,6 +247,11 @@ class LogitShaper:
                 bias_indices.append(start + ids)
                 bias_values.append(values)
             if setup.penalties is not None:
+                tokens = changes.proposed.get(draw)
+                if tokens is None:
+                    counted.append((draw, row))
+                else:
+                    proposed += [(len(penalised), token_id) for token_id in tokens]
                 penalised.append((draw, row))
                 penalties.append(setup.penalties)
             if changes.bans[draw]:
@@ -212,6 +262,8 @@ class LogitShaper:
             seen=self.seen,
             penalised=self._to_device(penalised),
             penalties=self._to_device(penalties, torch.float32),
+            counted=self._to_device(counted),
+            proposed=self._to_device(proposed),
             bias_indices=self._to_device(_concatenate(bias_indices)),
             bias=self._to_device(_concatenate(bias_values), torch.float32),
             ban_indices=self._to_device(ban_indices),
@@ -240,8 +292,12 @@ class LogitShaper:
         row = self.seen[setup.row].zero_()
         if (prompt := self._to_device(setup.prompt_ids)) is not None:
             row.index_fill_(0, prompt, 1)
-        if (outputs := self._to_device(setup.output_ids)) is not None:
-            row.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
+        self._count_outputs(setup.row, setup.output_ids)
+
+    def _count_outputs(self, row: int, token_ids: list[int]) -> None:
+        if (outputs := self._to_device(token_ids)) is not None:
+            twice = torch.full_like(outputs, 2, dtype=torch.int32)
+            self.seen[row].index_add_(0, outputs, twice)
 
     def _unpack(self, masks: npt.NDArray[np.int32]) -> torch.Tensor:
         """Returns masks as bool [R, V] on the device."""
@@ -277,6 +333,9 @@ class Shaping:
         seen: the counts of tokens; see LogitShaper.
         penalised: int64 [P, 2]: for each draw with penalties, its index and state row.
         penalties: float32 [P, 3]: presence, frequency, repetition.
+        counted: int64 [C, 2]: the draws of `penalised` whose tokens are counted.
+        proposed: int64 [n, 2]: proposals that only one draw counts: the draw's index in
+            `penalised`, and the token.
         bias_indices: int64 [n], into the flattened logits.
         bias: float32 [n], added to the logits at `bias_indices`.
         ban_indices: int64 [m], into the flattened logits.
@@ -286,6 +345,8 @@ class Shaping:
     seen: torch.Tensor
     penalised: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
+    proposed: torch.Tensor | None = None
     bias_indices: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     ban_indices: torch.Tensor | None = None
@@ -308,6 +369,12 @@ class Shaping:
                 column[:, None] for column in self.penalties.unbind(1)
             )
             seen = self.seen[states]
+            if self.proposed is not None:
+                seen.index_put_(
+                    tuple(self.proposed.unbind(1)),
+                    torch.full_like(self.proposed[:, 0], 2, dtype=torch.int32),
+                    accumulate=True,
+                )
             before = shaped[rows]
             repeated = torch.where(before > 0, before / repetition, before * repetition)
             counts = seen >> 1
@@ -324,7 +391,7 @@ class Shaping:
 
     def count_drawn(self, token_ids: torch.Tensor) -> None:
         """Counts the drawn tokens, int64 [R], for the penalties of later draws."""
-        if self.penalised is not None:
-            rows, states = self.penalised.unbind(1)
+        if self.counted is not None:
+            rows, states = self.counted.unbind(1)
             twice = torch.full_like(states, 2, dtype=torch.int32)
             self.seen.index_put_((states, token_ids[rows]), twice, accumulate=True)

@@ -1,22 +1,11 @@
-"""Collects what the engine core sends to the HTTP process: token deltas in order, and
-totals for metrics."""
+"""Collects what the engine core sends to the HTTP process: token deltas in order."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from engine.core.sequence import Sequence
 from protocol.errors import BatonError
 from protocol.messages import ErrorInfo, KVUsage, Outputs, TokenDelta, TokenLogprobs
-from protocol.metrics import ENGINE_TOTALS
-from protocol.process.output import num_dropped_lines
-
-# An engine with requests is silent for about this time at most, to show that it is
-# alive.
-MAX_SILENCE_S: Final = 1.0
-_REPORT_INTERVAL_S: Final = 0.25
-_PREFIX_TOTALS: Final = ("prefix_cache_query_tokens", "prefix_cache_hit_tokens")
 
 
 @dataclass(frozen=True)
@@ -95,8 +84,12 @@ class OutputProcessor:
         if draw.reason or sequence.num_outputs == 1:
             usage = sequence.accounting.usage(sequence.request.remote)
         times = None
+        num_accepted = 0
+        num_rejected = 0
         if draw.reason is not None:
             times = sequence.choices.parent.times
+            num_accepted = sequence.speculation.num_accepted
+            num_rejected = sequence.speculation.num_rejected
         self._deltas.append(
             TokenDelta(
                 request_id=sequence.request_id,
@@ -106,6 +99,8 @@ class OutputProcessor:
                 finish_reason=draw.reason,
                 usage=usage,
                 times=times,
+                accepted_tokens=num_accepted,
+                rejected_tokens=num_rejected,
                 kv_transfer_params=params,
             )
         )
@@ -114,69 +109,3 @@ class OutputProcessor:
         """Adds the error that ends a request with all its choices."""
         info = ErrorInfo.from_error(error)
         self._deltas.append(TokenDelta(request_id=sequence.request_id, error=info))
-
-
-class CoreStats:
-    """Counts the totals of the engine core, by metric series (protocol.metrics).
-
-    Args:
-        rank_stats: returns the values that rank 0 measures outside of the core.
-    """
-
-    def __init__(self, rank_stats: Callable[[], dict[str, float]] = dict) -> None:
-        names = (*ENGINE_TOTALS, *_PREFIX_TOTALS)
-        self._totals = dict.fromkeys((f"baton_{name}" for name in names), 0.0)
-        self._rank_stats = rank_stats
-        self._reported: dict[str, float] = {}
-        self._due_s = 0.0
-
-    def count_step(
-        self, num_tokens: int, num_prompt_tokens: int, seconds: float
-    ) -> None:
-        self._totals["baton_engine_steps"] += 1
-        self._totals["baton_engine_step_tokens"] += num_tokens
-        self._totals["baton_engine_step_prompt_tokens"] += num_prompt_tokens
-        self._totals["baton_engine_step_seconds"] += seconds
-        if num_prompt_tokens:
-            self._totals["baton_engine_mixed_steps"] += 1
-            self._totals["baton_engine_mixed_step_tokens"] += num_tokens
-            self._totals["baton_engine_mixed_step_seconds"] += seconds
-
-    def count_admission(self, sequence: Sequence) -> None:
-        """Counts the prompt tokens of an admitted sequence and its hits in the prefix
-        cache. Records the time of the sequence's first admission.
-        """
-        if sequence.times.admitted is None:
-            sequence.times.admitted = time.monotonic()
-        hits = min(sequence.num_computed, sequence.num_prompt_tokens)
-        self._totals["baton_prefix_cache_query_tokens"] += sequence.num_prompt_tokens
-        self._totals["baton_prefix_cache_hit_tokens"] += hits
-
-    def totals(self) -> dict[str, float]:
-        return {
-            **self._totals,
-            **self._rank_stats(),
-            "baton_engine_log_lines_dropped": float(num_dropped_lines()),
-        }
-
-    def take_due_report(
-        self, collect: Callable[[], dict[str, float]], *, is_idle: bool
-    ) -> dict[str, float] | None:
-        """Returns the values to report now, or None if no report is due.
-
-        An idle engine reports changes immediately. An engine with requests reports
-        changes once per _REPORT_INTERVAL_S, and unchanged values MAX_SILENCE_S later.
-
-        Args:
-            collect: returns the current values.
-        """
-        now_s = time.monotonic()
-        if not is_idle and now_s < self._due_s:
-            return None
-        values = collect()
-        if values == self._reported:
-            if is_idle or now_s < self._due_s + MAX_SILENCE_S:
-                return None
-        self._reported = values
-        self._due_s = now_s + _REPORT_INTERVAL_S
-        return values

@@ -9,28 +9,54 @@ from engine.core.sequence import Sequence
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`sequence` computes `num_tokens` tokens from index `start`."""
+    """`sequence` computes `num_tokens` tokens from index `start`.
+
+    Attributes:
+        draws: for each draw at the end of the step, the choice that draws. Empty unless
+            the step computes the last token of the sequence.
+        proposals: proposed tokens that the step verifies. They are the last tokens of
+            `num_tokens`. The sequence draws after its own last token and after each
+            proposal.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    # Choices that draw their next token at the end of the step. Empty unless the step
-    # computes the last token of the sequence.
     draws: tuple[Sequence, ...]
+    proposals: tuple[int, ...] = ()
 
     @classmethod
-    def from_next_tokens(cls, sequence: Sequence, num_tokens: int) -> "Scheduled":
-        """Schedules the next `num_tokens` tokens of a sequence."""
+    def from_next_tokens(
+        cls, sequence: Sequence, num_tokens: int, proposals: tuple[int, ...] = ()
+    ) -> "Scheduled":
+        """Schedules the next `num_tokens` tokens of a sequence, and the proposals for
+        the tokens after them."""
         start = sequence.num_computed + sequence.num_launched
         is_last = num_tokens == sequence.num_uncomputed
-        return cls(
-            sequence, start, num_tokens, sequence.drawing_choices if is_last else ()
-        )
+        draws = sequence.drawing_choices if is_last else ()
+        if proposals:
+            assert draws == (sequence,), "proposals for a sequence that does not decode"
+            draws *= 1 + len(proposals)
+        return cls(sequence, start, num_tokens + len(proposals), draws, proposals)
+
+    @property
+    def num_drawing_tokens(self) -> int:
+        """How many of the tokens are followed by a draw. They are the last ones."""
+        return 1 + len(self.proposals) if self.draws else 0
+
+    def without_draws(self) -> "Scheduled":
+        """The part of the step that remains if nothing is drawn. The tokens that are
+        followed by a draw are then computed again, in the step that draws."""
+        num_tokens = self.num_tokens - self.num_drawing_tokens
+        return Scheduled(self.sequence, self.start, num_tokens, draws=())
 
     @property
     def is_prompt(self) -> bool:
         """Whether the tokens are prompt tokens, or outputs that are recomputed after a
-        preemption. Otherwise, a decoding sequence computes its one token."""
+        preemption. Otherwise, a decoding sequence computes its last token, and perhaps
+        proposals."""
+        if self.proposals:
+            return False
         return self.num_tokens > 1 or self.start < self.sequence.num_prompt_tokens
 
     @property
@@ -63,9 +89,12 @@ class Plan:
     preempted: list[Sequence] = field(default_factory=list)
     stuck: list[Sequence] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.scheduled.append(Scheduled.from_next_tokens(sequence, num_tokens))
-        self.budget -= num_tokens
+    def add(
+        self, sequence: Sequence, num_tokens: int, proposals: tuple[int, ...] = ()
+    ) -> None:
+        item = Scheduled.from_next_tokens(sequence, num_tokens, proposals)
+        self.scheduled.append(item)
+        self.budget -= item.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence from the step."""
@@ -85,7 +114,9 @@ def load_of(scheduled: Sequenceable[Scheduled]) -> Load:
             prompt_tokens += item.num_tokens
             weighted_starts += item.num_tokens * item.start
         else:
-            streams += 1
-            context_tokens += item.start + item.num_tokens
+            # A proposal is computed and attends like the token of another stream.
+            for index in range(item.num_tokens):
+                streams += 1
+                context_tokens += item.start + index + 1
     prompt_start = weighted_starts / max(prompt_tokens, 1)
     return Load(streams, context_tokens, prompt_tokens, prompt_start)

@@ -44,7 +44,6 @@ from engine.core.waiting import MAX_OVERTAKEN, enqueue, select_short_prompts, wo
 from kvcache.blocks import BlockAllocator, BlockState
 from kvcache.groups import without_null_blocks
 from kvcache.prefix import PrefixCursor, PrefixIndex
-from protocol.metrics import stat_key
 
 
 class Scheduler:
@@ -122,6 +121,11 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plans the next step. Also admits waiting sequences, and preempts running
         ones. If no token can be computed now, the plan's `scheduled` is empty."""
+        proposing = [s for s in self.running if s.speculation.proposals]
+        if proposing:
+            needed = self._num_blocks_for_next_step()
+            num_spare = self.allocator.num_available - needed
+            self.tables.drop_proposals_without_blocks(proposing, num_spare)
         plan = Plan(self.limits.max_num_batched_tokens)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -186,8 +190,11 @@ class Scheduler:
             if sequence.phase is not Phase.RUNNING:
                 continue  # preempted earlier in this round
             num_tokens = min(sequence.num_uncomputed, plan.budget)
-            if self._allocate_for_step(sequence, num_tokens, plan):
-                plan.add(sequence, num_tokens)
+            proposals = sequence.speculation.take_proposals()
+            proposals = proposals[: plan.budget - num_tokens]
+            num_with_kv = num_tokens + len(proposals)
+            if self._allocate_for_step(sequence, num_with_kv, plan):
+                plan.add(sequence, num_tokens, proposals)
 
     def admit_remote(self) -> Plan:
         """Admits requests with a pull at the head of the queue, outside of a step."""
@@ -219,12 +226,17 @@ class Scheduler:
         """Whether the next `schedule` may preempt sequences, because the running
         sequences may need more blocks than are available. If so, all launched steps
         must have finished before `schedule` is called."""
+        return not self.allocator.can_allocate(self._num_blocks_for_next_step())
+
+    def _num_blocks_for_next_step(self) -> int:
+        """The largest number of blocks that the running sequences may need for their
+        next step, without proposals."""
         budget = self.limits.max_num_batched_tokens
         needed = 0
         for sequence in self.running:
             num_tokens = min(sequence.num_uncomputed, budget)
             needed += len(self.tables.entries_for_next(sequence, num_tokens))
-        return not self.allocator.can_allocate(needed)
+        return needed
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         assert not self.ledger.is_in_launched_step(victim), (
@@ -428,15 +440,22 @@ class Scheduler:
         sequences must compute the same tokens again."""
         self.step_finished()
         for item in scheduled:
-            item.sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
+            item.sequence.unlaunch(item.num_tokens, num_awaited=item.num_drawing_tokens)
 
-    def commit(self, item: Scheduled) -> None:
-        """Records that a finished step has written the KV of a sequence's tokens."""
+    def commit(self, item: Scheduled, num_kept: int | None = None) -> None:
+        """Records that a finished step has written the KV of a sequence's tokens.
+
+        Args:
+            num_kept: how many of the tokens belong to the sequence, if the step has
+                verified proposals. The KV of the others is overwritten later.
+        """
         sequence = item.sequence
+        if num_kept is None:
+            num_kept = item.num_tokens
         num_before = sequence.num_computed
         num_prompt_tokens = sequence.num_prompt_tokens
-        sequence.unlaunch(item.num_tokens, drew=bool(item.draws))
-        sequence.num_computed += item.num_tokens
+        sequence.unlaunch(item.num_tokens, num_awaited=item.num_drawing_tokens)
+        sequence.num_computed += num_kept
         if num_before < num_prompt_tokens <= sequence.num_computed:
             sequence.accounting.count_completion()
         self._publish(sequence, num_before)
@@ -470,24 +489,6 @@ class Scheduler:
     def _release_blocks(self, sequence: Sequence) -> None:
         self.ledger.release(sequence, without_null_blocks(sequence.block_ids))
         sequence.reset_blocks()
-
-    def stats(self) -> dict[str, float]:
-        """Values by series (protocol.metrics)."""
-        counts = self.allocator.counts()
-        values = {
-            stat_key("baton_kv_blocks", state=state.name.lower()): counts[state]
-            for state in BlockState
-        }
-        values["baton_kv_blocks_capacity"] = self.allocator.capacity
-        values["baton_kv_block_size_tokens"] = self.limits.block_size
-        values["baton_kv_blocks_pinned"] = self.allocator.num_pinned
-        values["baton_kv_pins_refused"] = self.allocator.num_pins_refused
-        values["baton_kv_pinned_evicted"] = self.allocator.num_pinned_evicted
-        values["baton_requests_running"] = len(self.running)
-        values["baton_requests_waiting"] = len(self.waiting)
-        values["baton_requests_receiving"] = len(self.receiving)
-        values["baton_preemptions"] = self.num_preemptions
-        return {name: float(value) for name, value in values.items()}
 
     def check_integrity(self) -> None:
         """Raises an error if the counts of blocks do not add up."""

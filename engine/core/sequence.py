@@ -6,8 +6,9 @@
 A sequence decodes when it has outputs and only its last token is left to compute.
 Otherwise it prefills. A preempted sequence loses its blocks, so `num_computed` is 0.
 While a launched step has not finished, the tokens that it computes count as launched,
-and the token that it draws counts as awaited. The next step can compute an awaited
-token, although its value is still on the device.
+and the tokens that it draws count as awaited. The next step can compute an awaited
+token, although its value is still on the device. A step that verifies proposals awaits
+several tokens, and how many of them the sequence keeps is known only when it has ended.
 
 Other parts of a sequence's state are in separate objects (engine/core/state/):
 
@@ -16,6 +17,7 @@ Other parts of a sequence's state are in separate objects (engine/core/state/):
     sampling         SamplingState: how tokens are drawn
     accounting       PromptAccounting: where the KV of the prompt came from
     prompt_logprobs  PromptLogprobs: logprobs of the prompt's tokens, if requested
+    speculation      SpeculationState: the proposals for its next tokens
 """
 
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from engine.core.state.prompt_accounting import PromptAccounting
 from engine.core.state.prompt_logprobs import PromptLogprobs
 from engine.core.state.prompt_pull import PromptPull
 from engine.core.state.sampling_state import SamplingState
+from engine.core.state.speculation_state import SpeculationState
 from engine.text.grammar import COMPLETE
 from kvcache.prefix import PrefixCursor
 from protocol.messages import (
@@ -81,6 +84,7 @@ class Sequence:
     choices: ChoiceTree["Sequence"] = field(init=False)
     pull: PromptPull | None = None  # None once no KV is to be pulled
     prompt_logprobs: PromptLogprobs | None = None
+    speculation: SpeculationState = field(default_factory=SpeculationState)
     phase: Phase = Phase.NEW
     block_ids: list[int] = field(default_factory=list)
     # For each KV group, the first block that is retained
@@ -91,7 +95,7 @@ class Sequence:
     complete_from: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens with KV, from finished steps, cache hits or pulls
     num_launched: int = 0  # tokens after `num_computed`, in unfinished steps
-    num_awaited: int = 0  # outputs that the unfinished steps draw
+    num_awaited: int = 0  # tokens that the unfinished steps draw
     awaited_row: int = 0  # index of the awaited token among the draws of its step
     last_step: int = 0  # number of the latest launched step that refers to the blocks
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
@@ -208,6 +212,11 @@ class Sequence:
         return self.num_uncomputed == 1 and self.num_outputs + self.num_awaited > 0
 
     @property
+    def is_verifying(self) -> bool:
+        """Whether an unfinished step verifies proposals for this sequence."""
+        return self.num_awaited > 1
+
+    @property
     def is_scoring(self) -> bool:
         """Whether logprobs of prompt tokens have yet to be computed."""
         return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
@@ -231,11 +240,11 @@ class Sequence:
         """Whether no further step can be planned for this sequence now.
 
         True if the mask of its next draw is not ready. Also true while a launched step
-        computes the sequence, in three cases: no token is left for the next step, the
-        awaited token ends the sequence by its length, or other choices fork off its
-        prompt.
+        computes the sequence, in four cases: no token is left for the next step, the
+        awaited token ends the sequence by its length, other choices fork off its
+        prompt, or the step verifies proposals.
         """
-        if self.sampling.awaits_mask:
+        if self.sampling.awaits_mask or self.is_verifying:
             return True
         if not self.num_launched:
             return False
@@ -249,12 +258,12 @@ class Sequence:
             or bool(self.choices.children)
         )
 
-    def unlaunch(self, num_tokens: int, *, drew: bool) -> None:
-        """Takes back `num_tokens` launched tokens, because their step has finished or
-        computes fewer tokens. If `drew`, also takes back an awaited draw."""
+    def unlaunch(self, num_tokens: int, *, num_awaited: int) -> None:
+        """Takes back `num_tokens` launched tokens and `num_awaited` awaited ones,
+        because their step has finished or computes fewer tokens."""
         if self.phase is Phase.RUNNING:  # else `reset_blocks` has cleared the counts
             self.num_launched -= num_tokens
-            self.num_awaited -= drew
+            self.num_awaited -= num_awaited
 
     def seal_prompt(self, sealed: RemotePrefill, *, is_usable: bool) -> None:
         """Stores the first tokens of an offer (protocol.kv_offers.Offer), once the

@@ -45,7 +45,7 @@ class StepLedger:
             sequence.last_step = number
             sequence.num_launched += item.num_tokens
             if item.draws:
-                sequence.num_awaited += 1
+                sequence.num_awaited += item.num_drawing_tokens
                 sequence.awaited_row = row
                 row += len(item.draws)
 

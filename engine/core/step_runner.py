@@ -29,10 +29,10 @@ from engine.core.batch import (
 )
 from engine.core.core_grammar import CoreGrammars
 from engine.core.logits_processing import RowAllocator
-from engine.core.output_processor import MAX_SILENCE_S, CoreStats
 from engine.core.plan import Scheduled
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Phase, Sequence
+from engine.core.stats import MAX_SILENCE_S, CoreStats
 
 logger = logging.getLogger("baton.engine")
 
@@ -67,6 +67,14 @@ class StepCallbacks(Protocol):
     def commit(self, step: InFlightStep, output: StepOutput) -> None:
         """Applies the result of a step to its sequences."""
 
+    def step_committed(self, step: InFlightStep, cycle_s: float) -> None:
+        """Records a step whose result was committed.
+
+        Args:
+            cycle_s: seconds from the end of the step before to the end of this one,
+                with the time in which the host planned it.
+        """
+
     def give_up(self, sequence: Sequence, error: Exception) -> None:
         """Ends a request because of an exception that concerns only this request."""
 
@@ -96,6 +104,8 @@ class StepRunner:
         # Measured in the last step of at least _PROPORTIONAL_TOKENS tokens.
         self._seconds_per_token = 0.0
         self._last_finish_s = 0.0  # when the last committed step finished
+        # The same, but None if the engine was idle since then.
+        self._cycle_start_s: float | None = None
 
     def run(self, scheduled: list[Scheduled]) -> None:
         """Launches a step. If the launch fails, runs its sequences one at a time."""
@@ -160,9 +170,12 @@ class StepRunner:
             self.in_flight.pop()  # the failed step, which was the only one in flight
             self._scheduler.draw_failed(scheduled)
             raise
-        for sequence in skipped:
-            # A later step computes the last token again, and then draws.
-            sequence.unlaunch(1, drew=True)
+        for item in scheduled:
+            if item.sequence in skipped:
+                # A later step computes these tokens again, and then draws.
+                num_tokens = item.num_drawing_tokens
+                item.sequence.unlaunch(num_tokens, num_awaited=num_tokens)
+                item.sequence.speculation.is_paused = True
         self.in_flight[-1].skipped.update(skipped)
 
     def _launch(self, scheduled: list[Scheduled], step: StepInput) -> PendingStep:
@@ -188,9 +201,17 @@ class StepRunner:
             self._stats.count_step(step.num_tokens, num_prompt_tokens, seconds)
             if step.num_tokens >= _PROPORTIONAL_TOKENS:
                 self._seconds_per_token = seconds / step.num_tokens
+            cycle_start_s = self._cycle_start_s or step.started_s
             self._last_finish_s = now_s
+            self._cycle_start_s = now_s
             self._scheduler.step_finished(seconds)
             self._core.commit(step, output)
+            self._core.step_committed(step, now_s - cycle_start_s)
+
+    def mark_idle(self) -> None:
+        """Records that the engine waits for requests, so that this time is not counted
+        as part of a step."""
+        self._cycle_start_s = None
 
     def _wait_for(self, pending: PendingStep) -> None:
         """Waits until a launched step has ended.

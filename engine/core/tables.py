@@ -29,6 +29,8 @@ class SchedulerLimits:
         step_target: target duration of a step that decodes. None: no target limits the
             prompt tokens of a step.
         groups: the KV groups of the model's layers.
+        max_proposals: largest number of proposed tokens that a step verifies, for all
+            sequences together.
     """
 
     max_num_seqs: int
@@ -37,6 +39,7 @@ class SchedulerLimits:
     block_size: int
     step_target: StepTarget | None = None
     groups: KVGroups = ONE_GROUP
+    max_proposals: int = 0
 
 
 class BlockTables:
@@ -104,6 +107,20 @@ class BlockTables:
         return groups.missing_entries(
             table, [range(start, stop)] * groups.count, self._block_size
         )
+
+    def drop_proposals_without_blocks(
+        self, proposing: Sequenceable[Sequence], num_spare: int
+    ) -> None:
+        """Drops the proposals of sequences whose additional blocks are more than
+        `num_spare`, so that no sequence is preempted for a proposal."""
+        for sequence in proposing:
+            num_tokens = 1 + len(sequence.speculation.proposals)
+            num_blocks = len(self.entries_for_next(sequence, num_tokens))
+            num_blocks -= len(self.entries_for_next(sequence, 1))
+            if num_blocks > num_spare:
+                sequence.speculation.take_proposals()
+            else:
+                num_spare -= num_blocks
 
     def first_blocks(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """The table of the first `num_blocks` blocks of each group."""

@@ -24,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -154,6 +155,10 @@ class GrammarState:
     ) -> None:
         self.ending: Ending | None = None
         self.row = np.full(grammar.num_words, -1, dtype=np.int32)
+        # The proposals of the latest `begin_mask`, and the masks after the first
+        # of them, the first two of them and so on.
+        self._proposals: tuple[int, ...] = ()
+        self._proposal_rows: list[Int32s] = []
         self.work: Future[None] | None = None
         self._grammar = grammar
         self._initial_matcher = grammar.matcher
@@ -206,16 +211,37 @@ class GrammarState:
         return self.ending
 
     def begin_mask(
-        self, token_ids: Sequence[int], first_output: int, threads: ThreadPoolExecutor
+        self,
+        token_ids: Sequence[int],
+        first_output: int,
+        threads: ThreadPoolExecutor,
+        proposals: tuple[int, ...] = (),
     ) -> None:
         """Start to consume the outputs and compute `row` in another thread.
 
         Does nothing if the row is up to date. If no token can be sampled, the thread
         sets `ending`, and `row` then allows every token.
+
+        Args:
+            proposals: tokens that may follow the outputs. The thread also computes the
+                masks after them; see `rows_after`.
         """
         outputs = self._update_outputs(token_ids, first_output)
-        if outputs or self._num_outputs_at_fill != self._num_consumed:
+        self._proposals = proposals
+        self._proposal_rows = []
+        if proposals:
+            self.work = threads.submit(self._fill_rows, outputs, proposals)
+        elif outputs or self._num_outputs_at_fill != self._num_consumed:
             self.work = threads.submit(self._advance, outputs, fill=True)
+
+    def rows_after(self, proposals: tuple[int, ...]) -> list[Int32s]:
+        """Return the masks after the first proposal, the first two proposals and so on,
+        int32 [W] each, once the work that `begin_mask` started for them is done.
+
+        The list ends before the first proposal that the grammar does not allow, or that
+        ends the output. It is empty if the work was for other proposals.
+        """
+        return self._proposal_rows if proposals == self._proposals else []
 
     def _copy_initial_matcher(self) -> LLMatcher | None:
         """Return a new matcher at the grammar's beginning; None if there is no matcher.
@@ -272,6 +298,29 @@ class GrammarState:
             if self.ending is not None:
                 self.row.fill(-1)
             self._num_outputs_at_fill = self._num_consumed
+
+    def _fill_rows(self, outputs: list[int], proposals: tuple[int, ...]) -> None:
+        """Consume outputs, and write the next mask to `row` and those after proposals
+        to `_proposal_rows`."""
+        self._advance(outputs, fill=True)
+        state = self._copy()
+        rows: list[Int32s] = []
+        for token_id in proposals:
+            if state.ending is not None or not _is_set(state.row, token_id):
+                break
+            state._token_ids = [*state._token_ids, token_id]
+            state._advance([token_id], fill=True)
+            if state.ending is None:
+                rows.append(state.row.copy())
+        self._proposal_rows = rows
+
+    def _copy(self) -> "GrammarState":
+        """Return a state that can advance without changing this one."""
+        state = copy(self)
+        state.row = self.row.copy()
+        if self._matcher is not None:
+            state._matcher = self._matcher.deep_copy()
+        return state
 
     def _fill_row(self) -> Ending | None:
         """Write the mask to `row`; return the ending if the mask allows no token."""
@@ -359,25 +408,28 @@ class GrammarState:
         )
 
 
-def step_masks(states: Sequence[GrammarState | None], vocab_size: int) -> Int32s:
-    """Return the masks of the R sampled rows of a step: int32 [R, ceil(V / 32)].
+def _is_set(mask: Int32s, token_id: int) -> bool:
+    """Whether a mask, int32 [W], allows a token."""
+    word, bit = divmod(token_id, _WORD_BITS)
+    return word < len(mask) and bool(int(mask[word]) >> bit & 1)
 
-    Bit t % 32 of word t // 32 is set if token t may be sampled. The mask of a row
-    allows every token if the state is None, or if another thread is using the state.
-    In the latter case the sampled token is not used, because CoreGrammars skips the
-    sequence in this step (core/core_grammar.py).
+
+def step_masks(rows: Sequence[Int32s | None], vocab_size: int) -> Int32s:
+    """Return the masks of the R draws of a step: int32 [R, ceil(V / 32)].
+
+    Bit t % 32 of word t // 32 is set if token t may be sampled.
 
     Args:
-        states: for each row, the state of its sequence; None without a grammar.
+        rows: for each draw, its mask, int32 [W]; None: every token is allowed.
         vocab_size: V, the number of the model's logits.
     """
     # The rows of states may be wider, because the tokenizer may have more tokens than
     # the model has logits.
     num_words = -(-vocab_size // _WORD_BITS)
-    masks = np.full((len(states), num_words), -1, dtype=np.int32)
-    for index, state in enumerate(states):
-        if state is not None and not state.is_busy:
-            masks[index] = state.row[:num_words]
+    masks = np.full((len(rows), num_words), -1, dtype=np.int32)
+    for index, row in enumerate(rows):
+        if row is not None:
+            masks[index] = row[:num_words]
     return masks
 
 

@@ -87,6 +87,7 @@ def _build(
         block_size=config.tokens_per_block,
         step_target=config.step_target,
         groups=rank.runner.groups,
+        max_proposals=config.max_step_proposals,
     )
     connector = rank.service.make_connector(
         _metadata(config, rank), transport.wake, limits.max_model_len

@@ -156,7 +156,7 @@ class ModelRunner:
         self.shaper = LogitShaper(vocab_size, config.max_num_seqs, self.device)
         self.model = load(config, model_config, parallel, self.device, report)
         self.last_drawn = LastSampledTokens(
-            config.max_num_seqs, vocab_size, self.device
+            config.max_step_rows, vocab_size, self.device
         )
         self.step_watch = StepWatch()
         self.graphs: DecodeGraphs | None = None
@@ -205,7 +205,7 @@ class ModelRunner:
                 self.model,
                 self.memory.backend,
                 self.last_drawn,
-                max_seqs=self.config.max_num_seqs,
+                max_seqs=self.config.max_step_rows,
                 max_blocks=min(-(-max_tokens // block_size), num_blocks - 1),
                 block_size=block_size,
                 device=self.device,

@@ -80,7 +80,7 @@ class WarmUpSizes:
             block_size=runner.config.tokens_per_block,
             max_len=max_sequence_tokens(runner.config, runner.model_config),
             max_tokens=runner.config.max_num_batched_tokens,
-            max_seqs=runner.config.max_num_seqs,
+            max_seqs=runner.config.max_step_rows,
             num_groups=runner.groups.count,
         )
 
@@ -146,7 +146,7 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
     peak_bytes = torch.cuda.max_memory_allocated(runner.device)
     torch.cuda.empty_cache()
     if not config.enforce_eager:
-        num_logits = config.max_num_seqs * runner.model_config.vocab_size
+        num_logits = config.max_step_rows * runner.model_config.vocab_size
         peak_bytes += num_logits * _GRAPH_BYTES_PER_LOGIT + _GRAPHS_BASE_BYTES
     return kv_bytes(
         GpuUse.of(runner.device), config.gpu_memory_utilization, peak_bytes=peak_bytes
@@ -172,7 +172,7 @@ def _run_largest_step(runner: ModelRunner) -> None:
         num_groups=runner.groups.count,
     )
     hidden = runner.forward(memory, sizes.step([num_tokens]))
-    rows = min(config.max_num_seqs, num_tokens)
+    rows = min(config.max_step_rows, num_tokens)
     sampling = msgspec.structs.replace(_SAMPLINGS[-1], num_logprobs=_LOGPROBS[-1])
     batch = SamplingBatch.from_params([sampling] * rows, [0] * rows, runner.device)
     shaping = runner.shaper.prepare(_logit_changes(rows, _PENALTIES))

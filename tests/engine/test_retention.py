@@ -46,7 +46,7 @@ def test_kept_prompt_is_found_after_other_prompts_have_filled_the_pool(depth):
 def test_only_the_part_before_the_mark_is_kept(depth):
     core, _, out = make_core(depth=depth, num_blocks=17)
     run_until_idle(core, add("a", PROMPT, 4, retention=[Retention(11, 60.0)]))
-    assert core.scheduler.stats()["baton_kv_blocks_pinned"] == 2
+    assert core.stats()["baton_kv_blocks_pinned"] == 2
     for index in range(9):
         run_until_idle(core, flood(index))
     run_until_idle(core, add("b", PROMPT, 4))
@@ -71,7 +71,7 @@ def test_one_key_pins_at_most_its_share_of_the_pool():
         run_until_idle(
             core, add(f"{prompt}", prompt, 1, share=share, retention=retention)
         )
-    stats = core.scheduler.stats()
+    stats = core.stats()
     assert stats["baton_kv_blocks_pinned"] == 8 + 2
     assert stats["baton_kv_pins_refused"] == 2
 
@@ -85,7 +85,7 @@ def test_pinned_blocks_are_evicted_if_nothing_else_is_left(depth):
     prompt = list(range(49, 0, -1))
     run_until_idle(core, add("c", prompt, 8))
     assert out.tokens("c") == expected_output(prompt, 8)
-    assert core.scheduler.stats()["baton_kv_pinned_evicted"] > 0
+    assert core.stats()["baton_kv_pinned_evicted"] > 0
     assert_all_blocks_free(core)
 
 

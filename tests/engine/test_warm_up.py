@@ -12,7 +12,7 @@ import pytest
 
 from attention.base import AttentionBatch
 from engine.core.batch import StepInput
-from engine.core.output_processor import CoreStats
+from engine.core.stats import CoreStats
 from engine.worker.cuda_graph import captured_sizes
 from engine.worker.kernel_watch import KernelWatch, set_kernel_cache
 from engine.worker.warm_up import WarmUpSizes, steps

@@ -28,6 +28,8 @@ from engine.core.core_grammar import CoreGrammars
 from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler
 from engine.core.tables import SchedulerLimits
+from engine.speculation.drafter import Drafter
+from engine.speculation.speculator import Speculator
 from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.groups import ONE_GROUP, KVGroups
@@ -206,7 +208,10 @@ class ShadowExecutor:
         for setup in step.logit_changes.setups if step.logit_changes else []:
             self._setups[setup.row] = setup
             self._counted[setup.row] = [*setup.prompt_ids, *setup.output_ids]
+        for kept in step.logit_changes.kept if step.logit_changes else []:
+            self._counted[kept.row] += kept.token_ids
         tokens = [self._draw(step, index) for index in range(len(step.sampling))]
+        self._count_draws(step, tokens)
         scores = [self._score(step, rows) for rows in step.scores]
         return StepOutput(tokens, [None] * len(tokens), scores)
 
@@ -224,9 +229,19 @@ class ShadowExecutor:
         setup = self._setups[row]
         token = allowed(token, setup.stop_token_ids if changes.bans[index] else ())
         if setup.penalties is not None:
-            assert self._counted[row] == context, "penalties of another context"
-            self._counted[row].append(token)
+            proposed = changes.proposed.get(index, [])
+            is_exact = [*self._counted[row], *proposed] == context
+            assert is_exact, "penalties of another context"
         return token
+
+    def _count_draws(self, step: StepInput, tokens: Sequence[int]) -> None:
+        """Count the drawn tokens for later penalties, but not those of proposals."""
+        changes = step.logit_changes
+        if changes is None:
+            return
+        for index, row in enumerate(changes.rows):
+            if row != NO_ROW and index not in changes.proposed:
+                self._counted[row].append(tokens[index])
 
     def _score(self, step: StepInput, rows: ScoredRows) -> list[TokenLogprobs]:
         """Return the scores of the target tokens of one sequence.
@@ -404,6 +419,7 @@ def make_core(
     executor: ShadowExecutor | None = None,
     itl_target_s: float | None = None,
     groups: KVGroups = ONE_GROUP,
+    drafters: Sequence[Drafter] = (),
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
     """Return an engine core, its executor and its transport."""
     step_target = None
@@ -416,6 +432,7 @@ def make_core(
         block_size=block_size,
         step_target=step_target,
         groups=groups,
+        max_proposals=16 if drafters else 0,
     )
     scheduler = Scheduler(limits, num_blocks, caches_prefixes=prefix_caching)
     if executor is None and groups.drops_blocks:
@@ -425,7 +442,14 @@ def make_core(
         _watch(scheduler.allocator, executor)
     transport = MemoryTransport()
     grammars = CoreGrammars(None, timeout_s=2.0)  # type: ignore[arg-type]
-    core = EngineCore(scheduler, executor, role or KVConnector(), transport, grammars)
+    core = EngineCore(
+        scheduler,
+        executor,
+        role or KVConnector(),
+        transport,
+        grammars,
+        Speculator(limits, drafters),
+    )
     return core, executor, transport
 
 
@@ -449,7 +473,8 @@ def masks_of(
     for state in states:
         if state is not None:
             state._advance([], fill=True)
-    return step_masks(states, compiler.vocab_size)
+    rows = [None if state is None else state.row for state in states]
+    return step_masks(rows, compiler.vocab_size)
 
 
 def add(

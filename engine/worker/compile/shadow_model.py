@@ -40,15 +40,13 @@ def run_steps(config: EngineConfig) -> None:
     runner.memory = runner.make_memory(num_blocks + 1)
     if config.transfer != "nixl":
         placer_for(runner.memory.pool, convert=config.kv_convert)
-    for step in _all_steps(WarmUpSizes.of(runner), config.max_num_seqs):
+    for step in _all_steps(WarmUpSizes.of(runner), config.max_step_rows):
         run_step(runner, step)
 
 
-def _all_steps(sizes: WarmUpSizes, max_num_seqs: int) -> list[StepInput]:
+def _all_steps(sizes: WarmUpSizes, max_rows: int) -> list[StepInput]:
     """The steps of the warm-up, and those that the rank captures as CUDA graphs."""
-    captured = [
-        sizes.step([1] * count, stored=7) for count in captured_sizes(max_num_seqs)
-    ]
+    captured = [sizes.step([1] * count, stored=7) for count in captured_sizes(max_rows)]
     return [*captured, *steps(sizes)]
 
 

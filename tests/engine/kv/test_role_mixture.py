@@ -22,7 +22,7 @@ import engine.text.grammar
 from engine.core import core_grammar
 from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.core.core import EngineCore
-from engine.core.sequence import Phase
+from engine.core.sequence import Phase, Sequence
 from engine.core.tables import SchedulerLimits
 from engine.kv.borrower import Borrower
 from engine.kv.rates import Rates
@@ -43,6 +43,7 @@ from protocol.messages import (
 )
 from tests.engine.conftest import compiling
 from tests.rigs.choices import assert_choices_are_consistent
+from tests.rigs.drafters import RandomDrafter
 from tests.rigs.fake_coordinator import FakeCoordinator
 from tests.rigs.offers import offer
 from tests.rigs.shadow import (
@@ -117,7 +118,8 @@ class _FailingExecutor(ShadowExecutor):
     def launch(self, step: StepInput) -> _ShadowStep:
         if self._rng.random() < self._launch_failure_rate / len(step.query_lens):
             raise StepFailed(FAULT)
-        assert len(step.query_lens) <= self.limits.max_num_seqs
+        max_rows = self.limits.max_num_seqs + self.limits.max_proposals
+        assert len(step.query_lens) <= max_rows
         assert len(step.token_ids) <= self.limits.max_num_batched_tokens
         launched = super().launch(step)
         if step.is_masked and self._rng.random() < self._draw_failure_rate / len(
@@ -188,6 +190,7 @@ class _Mixture:
             max_num_batched_tokens=rng.choice([1, 2, size, 2 * size, 16, 40]),
             max_model_len=self.max_len,
             prefix_caching=rng.random() < 0.8,
+            drafters=self._random_drafters(),
         )
         self.executor.limits = self.core.scheduler.limits
         self.grammars: Any = _SlowCompiler(rng, compiler)
@@ -205,6 +208,20 @@ class _Mixture:
             self.next_messages() if rng.random() < 0.15 else [],
             False,
         )
+
+    def _random_drafters(self) -> list[RandomDrafter]:
+        share_right = self.rng.choice([None, 0.0, 0.5, 0.9, 1.0])
+        if share_right is None:
+            return []
+        return [RandomDrafter(share_right, self.rng, self._next_token)]
+
+    def _next_token(self, choice: Sequence, tokens: list[int]) -> int:
+        """Returns the token that a choice draws after `tokens`, if these are its own
+        tokens and not proposals that are wrong."""
+        request = self.requests[choice.request_id]
+        outputs = self._expected(request, choice.choice)[0]
+        num_outputs = len(tokens) - choice.num_prompt_tokens
+        return outputs[num_outputs] if num_outputs < len(outputs) else 0
 
     def _write(self, block: int, slot: int, token: int) -> None:
         self.executor.pool[block, slot] = token

@@ -1,0 +1,198 @@
+"""Decides what is proposed to the sequences that decode, and counts what was right.
+
+Before each plan, drafters propose tokens, and the policy limits how many of them are
+verified. The results of verifications teach the policy how often proposals are right,
+and what a step with them takes.
+
+A step that follows a verification is planned only when the verification has ended,
+because how many tokens each sequence keeps is not known before. Steps without proposals
+are launched ahead as usual.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence as Sequenceable
+
+from engine.core.plan import Scheduled
+from engine.core.sequence import Sequence
+from engine.core.tables import SchedulerLimits
+from engine.speculation.drafter import Drafter
+from engine.speculation.policy import SpeculationPolicy
+from protocol.metrics import EngineHistogram, stat_key
+
+logger = logging.getLogger("baton.engine")
+
+MAX_PROPOSALS = 16  # for one sequence in one step
+
+
+class Speculator:
+    """The drafters of one engine core.
+
+    Args:
+        limits: the limits of steps and sequences.
+        drafters: in order of preference. The proposals for a sequence come from the
+            first drafter that has any.
+        max_proposals: largest number of proposals for one sequence in one step.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        drafters: Sequenceable[Drafter] = (),
+        max_proposals: int = MAX_PROPOSALS,
+    ) -> None:
+        self._limits = limits
+        self._drafters = list(drafters)
+        self._max_proposals = max_proposals
+        self._policy = SpeculationPolicy()
+        self._num_proposed = Counter({drafter.name: 0 for drafter in drafters})
+        self._num_accepted = Counter({drafter.name: 0 for drafter in drafters})
+        self._accepted_lengths = EngineHistogram("baton_speculative_accepted_length")
+        self._num_accepted_in_step = 0
+
+    def needs_results(self, running: Sequenceable[Sequence]) -> bool:
+        """Whether the results of launched steps must be known before the next plan: of
+        a verification, or because proposals may follow the awaited tokens."""
+        if not self._drafters:
+            return False
+        if any(sequence.is_verifying for sequence in running):
+            return True
+        decoding = [s for s in running if s.is_decoding and s.num_awaited]
+        return any(self._proposals(decoding, len(decoding)))
+
+    def propose(self, running: Sequenceable[Sequence]) -> None:
+        """Sets the proposals of all running sequences, for the next step."""
+        if not self._drafters:
+            return
+        num_decoding = 0
+        candidates = []
+        for sequence in running:
+            sequence.speculation.proposals = ()
+            if not sequence.is_decoding:
+                continue
+            num_decoding += 1
+            if sequence.speculation.is_paused:
+                sequence.speculation.is_paused = False
+            elif not sequence.num_launched:
+                candidates.append(sequence)
+        proposals = self._proposals(candidates, num_decoding)
+        # The buffers of the ranks have rows for so many proposals, and no sequence that
+        # decodes must wait for the proposals of another.
+        num_left = min(
+            self._limits.max_proposals,
+            self._limits.max_num_batched_tokens - num_decoding,
+        )
+        for sequence, tokens in zip(candidates, proposals, strict=True):
+            sequence.speculation.proposals = tuple(tokens[: max(num_left, 0)])
+            num_left -= len(sequence.speculation.proposals)
+
+    def _proposals(
+        self, sequences: list[Sequence], num_streams: int
+    ) -> list[list[int]]:
+        """Returns the tokens to verify for each sequence."""
+        proposals: list[list[int]] = [[] for _ in sequences]
+        room = [self._num_that_fit(sequence) for sequence in sequences]
+        for drafter in list(self._drafters):
+            open_indices = [
+                index for index, num in enumerate(room) if num and not proposals[index]
+            ]
+            if not open_indices:
+                break
+            for index, tokens in zip(
+                open_indices,
+                self._proposals_of(
+                    drafter,
+                    [sequences[index] for index in open_indices],
+                    [room[index] for index in open_indices],
+                    num_streams,
+                ),
+                strict=True,
+            ):
+                if tokens:
+                    proposals[index] = tokens
+                    sequences[index].speculation.drafter = drafter.name
+        return proposals
+
+    def _proposals_of(
+        self,
+        drafter: Drafter,
+        sequences: list[Sequence],
+        room: list[int],
+        num_streams: int,
+    ) -> list[list[int]]:
+        """Returns the proposals of one drafter, as many as the policy allows. Turns off
+        a drafter that raises."""
+        rates = [sequence.speculation.rate.value for sequence in sequences]
+        try:
+            if drafter.uses_device:
+                limits = self._policy.limits(rates, room, num_streams)
+                if not any(limits):
+                    return [[] for _ in sequences]
+                return drafter.propose(sequences, limits)
+            proposals = drafter.propose(sequences, room)
+        except Exception:
+            logger.exception(
+                "The drafter %r failed. It is not used any more; requests continue "
+                "without its proposals.",
+                drafter.name,
+            )
+            self._drafters.remove(drafter)
+            return [[] for _ in sequences]
+        lengths = [len(tokens) for tokens in proposals]
+        limits = self._policy.limits(rates, lengths, num_streams)
+        return [tokens[:limit] for tokens, limit in zip(proposals, limits, strict=True)]
+
+    def _num_that_fit(self, sequence: Sequence) -> int:
+        """The largest number of proposals that may be verified for a sequence. One
+        token is drawn in addition to the proposals."""
+        grammar = sequence.sampling.grammar
+        if sequence.choices.children or (grammar is not None and grammar.is_slow):
+            return 0
+        num_tokens = len(sequence.token_ids) + sequence.num_awaited
+        num_outputs = sequence.num_outputs + sequence.num_awaited
+        num_left = min(
+            sequence.request.max_tokens - num_outputs,
+            self._limits.max_model_len - num_tokens,
+        )
+        return max(0, min(num_left - 1, self._max_proposals))
+
+    def record(
+        self, sequence: Sequence, proposals: Sequenceable[int], num_accepted: int
+    ) -> None:
+        """Counts the result of a verification."""
+        state = sequence.speculation
+        state.record(len(proposals), num_accepted)
+        state.rate.record(len(proposals), num_accepted)
+        self._num_proposed[state.drafter] += len(proposals)
+        self._num_accepted[state.drafter] += num_accepted
+        self._accepted_lengths.observe(num_accepted)
+        self._num_accepted_in_step += num_accepted
+
+    def record_step(self, scheduled: Sequenceable[Scheduled], cycle_s: float) -> None:
+        """Records a finished step, after its result was recorded for each sequence.
+
+        Args:
+            scheduled: what the step computed.
+            cycle_s: seconds from the end of the step before to the end of this one.
+        """
+        num_accepted = self._num_accepted_in_step
+        self._num_accepted_in_step = 0
+        if not self._drafters or any(item.is_prompt for item in scheduled):
+            return
+        num_streams = len(scheduled)
+        self._policy.record_step(
+            num_streams=num_streams,
+            num_rows=sum(item.num_tokens for item in scheduled),
+            num_tokens=num_streams + num_accepted,
+            seconds=cycle_s,
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Values by series (protocol.metrics)."""
+        values = self._accepted_lengths.values()
+        for name, num_proposed in self._num_proposed.items():
+            proposed = stat_key("baton_speculative_proposed_tokens", drafter=name)
+            accepted = stat_key("baton_speculative_accepted_tokens", drafter=name)
+            values[proposed] = float(num_proposed)
+            values[accepted] = float(self._num_accepted[name])
+        return values

@@ -41,7 +41,7 @@ ENGINE_TOTALS = (
 )
 MODEL_LABEL = "model_name"  # of all metrics of a server
 
-# Upper bounds of histogram buckets: seconds, and tokens in the last line.
+# Upper bounds of histogram buckets: seconds, and tokens in the last two lines.
 # fmt: off
 _FAST = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0,
@@ -54,6 +54,7 @@ _PULL = (
 # fmt: on
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 _TOKENS = tuple(float(2**exponent) for exponent in range(18))
+_PROPOSALS = tuple(float(count) for count in range(17))  # of one step and sequence
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,14 @@ TABLE = (
          "Tokens computed in mixed steps, including those of streams."),
     Spec("baton_engine_mixed_step_seconds", "counter", "engine",
          "Duration of mixed steps."),
+    Spec("baton_speculative_proposed_tokens", "counter", "engine",
+         "Tokens that a drafter proposed and a step verified.", ("drafter",)),
+    Spec("baton_speculative_accepted_tokens", "counter", "engine",
+         "Proposed tokens that were equal to the tokens that the step drew.",
+         ("drafter",)),
+    Spec("baton_speculative_accepted_length", "histogram", "engine",
+         "Accepted tokens of one sequence in one step that verified proposals.",
+         buckets=_PROPOSALS),
     Spec("baton_kernels_loaded_late", "counter", "engine",
          "GPU kernels that were loaded or compiled after the server was ready; should "
          "stay 0."),
@@ -317,20 +326,6 @@ def stat_key(name: str, **labels: str) -> str:
 def _series_key(name: str, labels: Mapping[str, str]) -> str:
     pairs = ",".join(f"{label}={value}" for label, value in labels.items())
     return f"{name}{{{pairs}}}" if pairs else name
-
-
-def kv_usage(engine_values: Mapping[str, float]) -> float:
-    """Returns the share of KV blocks in use, from the values of an engine's metrics.
-
-    Cached blocks that no request uses count as available, because they are evicted as
-    soon as a request needs them.
-    """
-    capacity = engine_values.get("baton_kv_blocks_capacity", 0.0)
-    if not capacity:  # the engine is not ready yet
-        return 0.0
-    states = (stat_key("baton_kv_blocks", state=state) for state in ("free", "cached"))
-    num_available = sum(engine_values.get(key, 0.0) for key in states)
-    return 1 - num_available / capacity
 
 
 class EngineHistogram(Histogram):

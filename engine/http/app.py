@@ -28,10 +28,11 @@ from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.http.access import check_operator
 from protocol.http.endpoints import ENDPOINTS
 from protocol.kv_params import RELEASE_PATH
-from protocol.metrics import ENGINE_TOTALS, kv_usage
+from protocol.metrics import ENGINE_TOTALS
 from protocol.openai import openapi
 from protocol.openai.responses import model_card
 from protocol.short_repr import short_repr
+from protocol.telemetry.kv_usage import kv_usage
 
 
 class _MigrateBody(msgspec.Struct, forbid_unknown_fields=True):

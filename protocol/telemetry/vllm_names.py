@@ -34,6 +34,8 @@ SERVER_ALIASES: Mapping[str, str] = {
     "vllm:request_decode_time_seconds": "baton_request_decode_seconds",
     "vllm:request_prompt_tokens": "baton_request_prompt_tokens",
     "vllm:request_generation_tokens": "baton_request_generation_tokens",
+    "vllm:spec_decode_num_draft_tokens": "baton_speculative_proposed_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "baton_speculative_accepted_tokens",
 }
 PROXY_ALIASES: Mapping[str, str] = {
     "vllm:num_requests_running": "baton_proxy_requests_in_progress",
@@ -66,6 +68,7 @@ def server_aliases(
     yield from _num_requests_waiting(families, shared)
     yield _request_success(families["baton_requests"], shared)
     yield from _cache_config_info(families, shared)
+    yield from _drafts(families, shared)
 
 
 def proxy_aliases(
@@ -140,6 +143,34 @@ def _cache_config_info(
     alias = Metric(name, f"Values of {' and '.join(sources.values())}.", "gauge")
     alias.add_sample(name, {**labels, **sizes}, 1)
     yield alias
+
+
+def _drafts(families: Mapping[str, Metric], labels: dict[str, str]) -> Iterator[Metric]:
+    """Yields the number of verifications, and of accepted tokens by position.
+
+    Positions at which no token was accepted have no series.
+    """
+    source_name = "baton_speculative_accepted_length"
+    if source_name not in families:
+        return
+    samples = {
+        (sample.name.removeprefix(source_name), sample.labels.get("le")): sample.value
+        for sample in families[source_name].samples
+    }
+    num_drafts = samples["_count", None]
+    name = "vllm:spec_decode_num_drafts"
+    drafts = Metric(name, f"Alias of {source_name}_count.", "counter")
+    drafts.add_sample(f"{name}_total", labels, num_drafts)
+    yield drafts
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    accepted = Metric(name, f"Counts of {source_name} above each bound.", "counter")
+    for (suffix, bound), count in samples.items():
+        if suffix == "_bucket" and num_drafts > count:
+            position = {"position": f"{float(bound or 0):.0f}"}
+            accepted.add_sample(
+                f"{name}_total", {**labels, **position}, num_drafts - count
+            )
+    yield accepted
 
 
 ALIASES_OF = {"server": server_aliases, "proxy": proxy_aliases}

@@ -6,7 +6,8 @@ import subprocess
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from protocol.metrics import Metrics, kv_usage, stat_key
+from protocol.metrics import EngineHistogram, Metrics, stat_key
+from protocol.telemetry.kv_usage import kv_usage
 from protocol.telemetry.vllm_names import PROXY_ALIASES, SERVER_ALIASES
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -48,7 +49,21 @@ NAMES_OF_VLLM = {
     "vllm:request_decode_time_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    # vllm/v1/spec_decode/metrics.py.
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
 }
+
+
+def accepted_lengths(*lengths: int) -> dict[str, float]:
+    histogram = EngineHistogram("baton_speculative_accepted_length")
+    for length in lengths:
+        histogram.observe(length)
+    return histogram.values()
+
+
 ENGINE_VALUES = {
     "baton_requests_running": 3.0,
     "baton_requests_waiting": 2.0,
@@ -61,6 +76,9 @@ ENGINE_VALUES = {
     "baton_prefix_cache_query_tokens": 9.0,
     "baton_prefix_cache_hit_tokens": 4.0,
     "baton_preemptions": 0.0,
+    stat_key("baton_speculative_proposed_tokens", drafter="ngram"): 16.0,
+    stat_key("baton_speculative_accepted_tokens", drafter="ngram"): 7.0,
+    **accepted_lengths(0, 0, 3, 4),
 }
 
 
@@ -156,6 +174,14 @@ def test_aliases_have_the_values_of_the_metrics():
         'model_name="m"} 3.0',
         'vllm:cache_config_info{block_size="64",engine="0",model_name="m",'
         'num_gpu_blocks="8"} 1.0',
+        'vllm:spec_decode_num_draft_tokens_total{drafter="ngram",engine="0",'
+        'model_name="m"} 16.0',
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} 4.0",
+        *(
+            'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",'
+            f'model_name="m",position="{position}"}} {count}.0'
+            for position, count in enumerate((2, 2, 2, 1))
+        ),
     }
     assert expected - lines == set()
 
@@ -182,7 +208,7 @@ def test_proxy_has_aliases_of_its_metrics_labelled_with_the_only_model():
 def test_every_alias_has_a_source():
     for origin, aliases in (("server", SERVER_ALIASES), ("proxy", PROXY_ALIASES)):
         text = Metrics(origin).expose(OPEN_METRICS)[0].decode()
-        engine = set(ENGINE_VALUES)
+        engine = {key.partition("{")[0] for key in ENGINE_VALUES}
         names = {line.split()[2] for line in text.splitlines() if "# TYPE" in line}
         assert set(aliases.values()) <= names | engine
 

@@ -1,0 +1,199 @@
+"""Drafters that copy: they propose what followed the last tokens of a sequence before.
+
+NgramDrafter searches in the sequence itself, its prompt and its outputs (prompt lookup,
+Saxena 2023). PredictionDrafter searches in the text that the client expects
+(`prediction` of the OpenAI API). Neither needs weights.
+
+A longer match is a better guess: over edits of source files, the next token is right in
+46 % of the matches of three tokens, 69 % of eight and 95 % of eleven. So a proposal has
+at most as many tokens as its match. This halves the number of rejected tokens, and
+costs 1 % more steps.
+"""
+
+from collections.abc import Sequence as Sequenceable
+from typing import Final, Generic, TypeVar
+
+from engine.core.sequence import Phase, Sequence
+from engine.speculation.ngram_index import (
+    MAX_MATCH_TOKENS,
+    NGRAM_TOKENS,
+    Match,
+    NgramHistory,
+    SortedNgrams,
+    last_key,
+    longest_match,
+)
+
+# A call begins to index a text only if it has indexed fewer tokens before. So it takes
+# 5 ms at most.
+MAX_INDEXED_PER_CALL: Final = 32_768
+# Outputs that are indexed one by one. After as many, all tokens are sorted, because an
+# entry of the sorted array takes 8 bytes, and one of the dictionary about 200.
+MAX_UNSORTED_TOKENS: Final = 8_192
+# Until an output matches the prediction, its beginning is proposed after each of this
+# many outputs. An answer may begin with a few words or a code fence.
+MAX_LEAD_OUTPUTS: Final = 16
+
+
+class NgramDrafter:
+    """Proposes what followed the latest occurrence of the longest end of a sequence."""
+
+    name = "ngram"
+    uses_device = False
+
+    def __init__(self) -> None:
+        self._histories = _IndexTable[NgramHistory]()
+
+    def propose(
+        self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
+    ) -> list[list[int]]:
+        self._histories.start_call()
+        return [
+            self._propose(sequence, limit)
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+
+    def may_propose(self, sequences: Sequenceable[Sequence]) -> bool:
+        """Whether tokens will probably be proposed for any of the sequences once their
+        awaited tokens have arrived."""
+        self._histories.start_call()
+        return any(self._find(sequence) is not None for sequence in sequences)
+
+    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
+        if limit <= 0:
+            return []
+        match = self._find(sequence)
+        if match is None:
+            return []
+        limit = min(limit, match.num_tokens)
+        copied = sequence.token_ids[match.end : match.end + limit]
+        # If the occurrence overlaps with the last tokens, these repeat themselves.
+        num_repetitions = -(-limit // len(copied))
+        return (copied * num_repetitions)[:limit]
+
+    def _find(self, sequence: Sequence) -> Match | None:
+        tokens = sequence.token_ids
+        # The last token is not indexed, so that the search does not find the end of the
+        # sequence itself.
+        end = len(tokens) - 1
+        history = self._histories.get(sequence)
+        if (
+            history is None
+            or not history.is_of(tokens, end)
+            or history.num_unsorted >= MAX_UNSORTED_TOKENS
+        ):
+            if not self._histories.may_index(end):
+                return None
+            history = NgramHistory(tokens, end)
+            self._histories.put(sequence, history)
+        history.extend(tokens, end)
+        return history.find(tokens)
+
+
+class PredictionDrafter:
+    """Proposes what follows the last outputs in the prediction of the request."""
+
+    name = "prediction"
+    uses_device = False
+
+    def __init__(self) -> None:
+        self._predictions = _IndexTable[SortedNgrams]()
+
+    def propose(
+        self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
+    ) -> list[list[int]]:
+        self._predictions.start_call()
+        return [
+            self._propose(sequence, limit)
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+
+    def may_propose(self, sequences: Sequenceable[Sequence]) -> bool:
+        """Whether tokens will probably be proposed for any of the sequences once their
+        awaited tokens have arrived."""
+        self._predictions.start_call()
+        return any(self._find(sequence) is not None for sequence in sequences)
+
+    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
+        if limit <= 0:
+            return []
+        match = self._find(sequence)
+        if match is None:
+            return []
+        # A short match gets as many tokens as the next search needs.
+        limit = min(limit, max(match.num_tokens, NGRAM_TOKENS))
+        return sequence.request.prediction[match.end : match.end + limit]
+
+    def _find(self, sequence: Sequence) -> Match | None:
+        """Returns the occurrence of the last outputs in the prediction. None if there
+        is none, or if no token of the prediction is left."""
+        prediction = sequence.request.prediction
+        if not prediction:
+            return None
+        ngrams = self._predictions.get(sequence)
+        if ngrams is None:
+            if not self._predictions.may_index(len(prediction)):
+                return None
+            ngrams = SortedNgrams(prediction, len(prediction))
+            self._predictions.put(sequence, ngrams)
+        tokens = sequence.token_ids
+        outputs = tokens[max(sequence.first_output, len(tokens) - MAX_MATCH_TOKENS) :]
+        ends = ngrams.ends(last_key(outputs, len(outputs)))
+        match = longest_match(prediction, ends, outputs)
+        if match is None and sequence.num_outputs <= MAX_LEAD_OUTPUTS:
+            match = _match_beginning(prediction, outputs)
+        if match is None or match.end == len(prediction):
+            return None
+        return match
+
+
+def _match_beginning(prediction: list[int], outputs: list[int]) -> Match | None:
+    """Returns the match of the last outputs with the first tokens of the prediction,
+    fewer than NGRAM_TOKENS. If the answer has not come to the prediction yet, that is a
+    match of no token."""
+    for num_tokens in range(NGRAM_TOKENS - 1, 0, -1):
+        if outputs[-num_tokens:] == prediction[:num_tokens]:
+            return Match(num_tokens, num_tokens)
+    if prediction[0] in outputs:
+        return None
+    return Match(0, 0)
+
+
+_Index = TypeVar("_Index", NgramHistory, SortedNgrams)
+
+
+class _IndexTable(Generic[_Index]):
+    """The indexes of sequences.
+
+    When an index is added, those of finished sequences are dropped. So there are never
+    more indexes than sequences that ran at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._by_sequence: dict[Sequence, _Index] = {}
+        self._num_indexed = 0  # tokens that the current call has indexed
+
+    def __len__(self) -> int:
+        return len(self._by_sequence)
+
+    def start_call(self) -> None:
+        self._num_indexed = 0
+
+    def may_index(self, num_tokens: int) -> bool:
+        """Whether the current call may make an index of this many tokens."""
+        if self._num_indexed >= MAX_INDEXED_PER_CALL:
+            return False
+        self._num_indexed += num_tokens
+        return True
+
+    def get(self, sequence: Sequence) -> _Index | None:
+        return self._by_sequence.get(sequence)
+
+    def put(self, sequence: Sequence, index: _Index) -> None:
+        if sequence not in self._by_sequence:
+            self._by_sequence = {
+                other: other_index
+                for other, other_index in self._by_sequence.items()
+                if other.phase is not Phase.FINISHED
+            }
+        self._by_sequence[sequence] = index

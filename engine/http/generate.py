@@ -201,8 +201,10 @@ async def _prepare(
         num_output_tokens=sum(limits) * parsed.num_candidates,
     )
     retentions = await api.text_encoder.retentions(parsed, prompts, num_bytes)
-    # `_make_adds` tokenizes the bad words, so its cost depends on their length.
+    # `_make_adds` tokenizes the bad words and the prediction, so its cost depends on
+    # their lengths.
     num_chars = sum(map(len, parsed.bad_words))
+    num_chars += len(parsed.prediction.text) if parsed.prediction else 0
     make_adds = partial(_make_adds, api, parsed, prompts, limits, retentions)
     adds = await api.text_encoder.run(num_chars, make_adds)
     return parsed, adds
@@ -229,6 +231,7 @@ def _make_adds(
         sampling.grammar, parsed, prompts[0], api.tokenizer, api.settings
     )
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    predictions = api.text_encoder.predictions(parsed, limits)
     stop_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     stop_ids += [i for i in parsed.stop_token_ids if i not in stop_ids]
     # The random part keeps ids unique if a client sends the same X-Request-Id twice. A
@@ -247,6 +250,7 @@ def _make_adds(
             priority=parsed.priority,
             cache_hit_threshold=parsed.cache_hit_threshold,
             retention=retentions[index],
+            prediction=predictions[index],
         )
         for index, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
     ]

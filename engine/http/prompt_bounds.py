@@ -2,7 +2,7 @@
 
 Only prompts that certainly do not fit are refused. Each message, part of a message and
 tool call has at least one token. No token has more characters than the longest token of
-the vocabulary.
+the vocabulary. A prediction of the answer has the limits of one prompt.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,11 @@ _ITEM_FIELDS = (
     "tools",
 )  # the fields of a body that have items
 _PART_FIELDS = ("content", "tool_calls")  # the fields of a message that have items
+_PREDICTION = "prediction"  # a member that has parts like a message
 
 
 def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
-    """Check how many messages, parts of messages, tool calls and tools a body has.
+    """Check how many messages, parts, tool calls and tools a body has.
 
     The members need not be valid. The check is quick enough for the event loop, so a
     body that is too long is refused without waiting for a thread.
@@ -36,9 +37,12 @@ def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
     Raises:
         ContextLengthExceeded: a field has too many items. The error names the field.
     """
+    max_items = _max_items(max_model_len)
+    num_parts = 1 + _num_further_items(members.get(_PREDICTION))
+    if num_parts > max_items:
+        _refuse(_PREDICTION, f"{num_parts} parts", max_items, max_model_len)
     if _requests_truncation(members):
         return
-    max_items = _max_items(max_model_len)
     for name in _ITEM_FIELDS:
         items = members.get(name)
         if not isinstance(items, list):
@@ -54,7 +58,9 @@ def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
 def check_num_chars(
     members: dict[str, Any], max_model_len: int, longest_token_chars: int
 ) -> None:
-    """Check how many characters each prompt has, unless the client requests truncation.
+    """Check how many characters each prompt and the prediction have.
+
+    Prompts are not checked if the client requests truncation.
 
     Args:
         longest_token_chars: the number of characters in the vocabulary's longest token.
@@ -63,12 +69,13 @@ def check_num_chars(
         ContextLengthExceeded: a field has too many characters. The error names the
             field.
     """
-    if _requests_truncation(members):
-        return
     max_chars = max(
         _COMPOSED_CHARS * longest_token_chars * max_model_len, MIN_CHARS_LIMIT
     )
-    for name, num_chars in _prompt_lengths(members, _max_items(max_model_len)):
+    lengths = [(_PREDICTION, sum(map(len, _texts(members.get(_PREDICTION)))))]
+    if not _requests_truncation(members):
+        lengths += _prompt_lengths(members, _max_items(max_model_len))
+    for name, num_chars in lengths:
         if num_chars > max_chars:
             _refuse(name, f"{num_chars} characters", max_chars, max_model_len)
 

@@ -26,7 +26,12 @@ from engine.http.text_workers import (
     TextWorkers,
     raise_if_abandoned,
 )
-from engine.http.truncation import first_that_fits, last_tokens, possible_starts
+from engine.http.truncation import (
+    first_that_fits,
+    first_tokens,
+    last_tokens,
+    possible_starts,
+)
 from engine.text.harmony import messages_for_gpt_oss, tag_characters
 from engine.text.special_splitter import SpecialTokenSplitter, create_splitter
 from engine.text.tokenizer import Tokenizer
@@ -42,6 +47,9 @@ from protocol.settings.settings import EngineSettings
 # A text of at most this many characters per token of the context is tokenized without
 # a check of its length. Few texts have longer tokens on average.
 _LIKELY_CHARS_PER_TOKEN = 16
+# A prediction has at most this number of tokens more than the answer may have: the
+# answer may leave out parts of it.
+PREDICTION_MARGIN_TOKENS = 1024
 
 _T = TypeVar("_T")
 
@@ -138,6 +146,35 @@ class TextEncoder:
         return await self._tokenize(
             parsed, num_bytes, max_model_len, unchecked_chars, limit
         )
+
+    def predictions(
+        self, parsed: GenerationRequest, limits: Sequence[int]
+    ) -> list[list[int]]:
+        """Return the token ids of the request's `prediction` for each prompt.
+
+        There are no special tokens among them. The caller runs this function in a
+        thread if the prediction is long. A prefill leg has no use for predictions,
+        because it generates one token.
+
+        Args:
+            limits: for each prompt, how many tokens each of its choices may have.
+        """
+        if parsed.prediction is None or parsed.is_prefill:
+            return [[] for _ in limits]
+        sizes = [limit and limit + PREDICTION_MARGIN_TOKENS for limit in limits]
+        text = parsed.prediction.text
+        ids = first_tokens(text, max(sizes), self._encode_prediction)
+        return [ids[:size] for size in sizes]
+
+    def _encode_prediction(self, text: str) -> list[int]:
+        raise_if_abandoned()
+        encoder: Tokenizer | SpecialTokenSplitter = self._tokenizer
+        if self._splitter is not None:
+            encoder = self._splitter
+            turn = {"role": "assistant", "content": text}
+            text = self._splitter.mark_messages([turn])[0]["content"]
+        ids = encoder.encode(text, add_special_tokens=False)
+        return [i for i in ids if i not in self._tokenizer.special_ids]
 
     async def retentions(
         self, parsed: GenerationRequest, prompts: list[list[int]], num_bytes: int

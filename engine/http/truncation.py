@@ -1,4 +1,4 @@
-"""Truncates prompts to fit the context. Pure, no I/O.
+"""Truncates prompts to fit the context, and texts to a number of tokens. Pure, no I/O.
 
 `truncate_prompt_tokens` keeps the last tokens of a prompt. `truncation: auto` of
 /v1/responses drops a conversation's oldest messages instead. The prefill server and the
@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from protocol.openai.chat import Message
 
 # `last_tokens` encodes this many of the last characters of a text for each requested
-# token, but at least MIN_TAIL_CHARS. If these have too few tokens, it encodes _GROWTH
-# times as many characters.
+# token, but at least MIN_PART_CHARS. If these have too few tokens, it encodes _GROWTH
+# times as many characters. `first_tokens` does the same with the first characters.
 _CHARS_PER_TOKEN = 16
-MIN_TAIL_CHARS = 2048
+MIN_PART_CHARS = 2048
 _GROWTH = 4
-# If only the end of a text is encoded, its first tokens may differ from those in the
-# complete text. So at least this number of tokens are encoded and not returned.
+# If only a part of a text is encoded, the tokens where it was cut may differ from those
+# in the complete text. So at least this number of tokens are encoded and not returned.
 _MARGIN_TOKENS = 64
 _INSTRUCTIONS = ("system", "developer")
 
@@ -29,7 +29,7 @@ def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
 
     The result begins with the tokens that `encode` puts before every text, such as BOS.
     """
-    size = max(MIN_TAIL_CHARS, _CHARS_PER_TOKEN * limit)
+    size = max(MIN_PART_CHARS, _CHARS_PER_TOKEN * limit)
     ids = encode(text[-size:])
     while size < len(text) and len(ids) < limit + _MARGIN_TOKENS:
         size *= _GROWTH
@@ -41,6 +41,16 @@ def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
         num_last = limit - len(prefix)
         return [*prefix, *ids[len(ids) - num_last :]]
     return ids[-limit:]
+
+
+def first_tokens(text: str, limit: int, encode: Encode) -> list[int]:
+    """Return the first `limit` tokens of `text`, without encoding all of it."""
+    size = max(MIN_PART_CHARS, _CHARS_PER_TOKEN * limit)
+    ids = encode(text[:size])
+    while size < len(text) and len(ids) < limit + _MARGIN_TOKENS:
+        size *= _GROWTH
+        ids = encode(text[:size])
+    return ids[:limit]
 
 
 def possible_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:

@@ -258,7 +258,6 @@ class ChatRequest(PromptFields, GenerationRequest):
     # Add special tokens in addition to those of the chat template.
     add_special_tokens: Switch = False
     include_reasoning: Switch = True
-    prediction: Any = UNREAD
     parallel_tool_calls: Switch = True
 
     documents: Any = neutral([])
@@ -360,8 +359,10 @@ class ChatRequest(PromptFields, GenerationRequest):
         # A continued message is still needed, because it determines whether the answer
         # starts inside the reasoning.
         messages = self.messages[-1:] if self.continue_final_message else []
-        return self.model_copy(
-            update={"messages": messages, "chat_template_kwargs": {}}
+        return (
+            super()
+            .without_prompt_fields()
+            .model_copy(update={"messages": messages, "chat_template_kwargs": {}})
         )
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from protocol.cache_salt import MAX_CHARS
 from protocol.messages import SamplingParams
+from protocol.openai.prediction import PredictionField
 from protocol.openai.prompt_cache import (
     RETENTION_S,
     KVHints,
@@ -267,6 +268,7 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
         StreamOptions(), description="an object with `include_usage`: true or false"
     )
     n: int = integer(1, 1, MAX_CHOICES)
+    prediction: PredictionField = None
     prompt_logprobs: int | None = integer(None, 0, MAX_TOP_LOGPROBS)
     cache_hit_threshold: float = Field(0.0, ge=0, le=1, description=_THRESHOLD)
     return_tokens_as_token_ids: Switch = False
@@ -366,13 +368,13 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
 
     def without_prompt_fields(self) -> Self:
         """Returns this request without the fields that are only needed to build its
-        prompts.
+        prompts and its prediction.
 
         Parsed prompts take much more memory than their text. Without the parsed
         prompts, less memory is used while the response is generated, which may take
         minutes.
         """
-        return self
+        return self.model_copy(update={"prediction": None})
 
     def with_defaults(self, config: GenerationConfig) -> Self:
         """Returns this request with the model's defaults for absent fields."""

@@ -50,6 +50,10 @@ def has_prompt(text: str) -> Any:
     return lambda tokenizer, add: tokenizer.decode(add.token_ids) == text
 
 
+def has_prediction(text: str) -> Any:
+    return lambda tokenizer, add: tokenizer.decode(add.prediction) == text
+
+
 def has_grammar(**expected_fields: Any) -> Any:
     def holds(tokenizer: Tokenizer, add: AddRequest) -> bool:
         actual = add.sampling.grammar
@@ -81,7 +85,30 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     (ALL_PATHS, {"kv_hints": {**HINTS, "actions": [{"action_id": 7}]}},
      "`kv_hints.actions[0].action_id` is 7; it must be a string."),
     (ALL_PATHS, {"cache_salt": "a"}, lambda _, add: len(add.cache_salt) == 32),
-    ((CHAT,), {"prediction": {"type": "content", "content": "Yo"}}, IGNORED),
+    *(((COMPLETIONS, CHAT), {"prediction": {"type": "content", "content": content}},
+       has_prediction(text)) for content, text in (
+        ("", ""),
+        ("Yo", "Yo"),
+        ([{"type": "text", "text": "Yo"}], "Yo"),
+        ([{"type": "text", "text": "Yo"}, {"type": "text", "text": "a"}], "Yo\na"))),
+    *(((COMPLETIONS, CHAT), {"prediction": value}, refusal) for value, refusal in (
+        ("Yo", '`prediction` is "Yo"; it must be an object {"type": "content", '
+         '"content": "..."}.'),
+        ({"content": "Yo"}, "`prediction.type` is missing; it must be content."),
+        ({"type": "text", "content": "Yo"},
+         '`prediction.type` is "text"; it must be content.'),
+        ({"type": "content"},
+         "`prediction.content` is missing; it must be a string or a list of text "
+         "parts."),
+        ({"type": "content", "content": 7},
+         "`prediction.content` is 7; it must be a string or a list of text parts."),
+        ({"type": "content", "content": [{"type": "image", "text": ""}]},
+         '`prediction.content[0]` is {"type": "image", "text": ""}; it must be a part '
+         '{"type": "text", "text": "..."}.'),
+        ({"type": "content", "content": "", "tokens": 5},
+         "`prediction.tokens` is not supported"))),
+    ((RESPONSES,), {"prediction": {"type": "content", "content": "Yo"}},
+     "`prediction` is not a parameter of /v1/responses but of"),
     ((RESPONSES,), {"client_metadata": {"installation": "7"}}, IGNORED),
     (ALL_PATHS, {"safety_identifier": "abc", "user": "u"}, IGNORED),
     (ALL_PATHS, {"stream": True, "stream_options": {"include_obfuscation": True}},
@@ -197,7 +224,7 @@ NUM_ITEMS = 123_457  # no other list in this process has this length
     ("path", "field"),
     [
         (COMPLETIONS, "prompt_cache_options"),
-        (CHAT, "prediction"),
+        (CHAT, "prompt_cache_options"),
         (RESPONSES, "client_metadata"),
         (CHAT, "metadata"),
         (CHAT, "chat_template_kwargs"),

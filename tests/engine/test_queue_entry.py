@@ -377,6 +377,19 @@ async def test_client_disconnect_lets_the_next_long_text_be_tokenized(tokenizer)
             {"messages": [{"role": "user", "content": "x" * 20_000}]},
             "messages",
         ),
+        *(
+            (
+                "/v1/completions",
+                {
+                    "prompt": "a",
+                    "prediction": {"type": "content", "content": content},
+                    "truncate_prompt_tokens": truncation,
+                },
+                "prediction",
+            )
+            for truncation in (None, -1)
+            for content in ("x" * 20_000, [{"type": "text", "text": ""}] * 5000)
+        ),
     ],
 )
 async def test_prompt_beyond_the_context_is_refused_before_rendering(

@@ -80,9 +80,28 @@ class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     finish_reason: str | None = None
     usage: KVUsage | None = None
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
     # Present only if a later part of the response needs these logprobs: the response is
     # not a stream, or an event at the end of the stream repeats the logprobs.
     logprobs: list[TokenLogprobs] | None = None
+
+    def to_delta(self, request_id: str, choice: int) -> TokenDelta:
+        """Returns the delta from which the entry was made.
+
+        Args:
+            choice: Index of the choice among those of its prompt.
+        """
+        return TokenDelta(
+            request_id=request_id,
+            choice=choice,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            usage=self.usage,
+            accepted_tokens=self.accepted_tokens,
+            rejected_tokens=self.rejected_tokens,
+            logprobs=self.logprobs,
+        )
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -135,7 +154,12 @@ def frame_entry(
         index: Index of the choice in the response.
         with_logprobs: Include the logprobs.
     """
-    optional_members: list[Any] = [delta.finish_reason, delta.usage]
+    optional_members: list[Any] = [
+        delta.finish_reason,
+        delta.usage,
+        delta.accepted_tokens,
+        delta.rejected_tokens,
+    ]
     if with_logprobs:
         optional_members.append(delta.logprobs)
     if any(optional_members):

@@ -217,10 +217,10 @@ class HttpRequestState:
         while True:
             pieces: list[ChoicePiece] = []
             for delta in await self.subscription.next_batch():
-                if delta.finish_reason == MOVED:
-                    self.migrated_kv = delta.kv_transfer_params or {}
-                    return pieces
                 prompt = self._prompts[delta.request_id]
+                if delta.finish_reason == MOVED:
+                    self._mark_migrated(prompt.choices[delta.choice].index, delta)
+                    continue
                 if delta.prompt_logprobs is not None:
                     prompt.add_logprobs(delta.prompt_logprobs)
                 if prompt.is_slow_to_report:
@@ -232,8 +232,13 @@ class HttpRequestState:
                 if piece.token_ids:
                     self.stats.add_tokens(len(piece.token_ids))
                 self.framing.add_delta(piece.index, delta)
-            if pieces or self.is_done:
+            if pieces or self.is_done or self.migrated_kv is not None:
                 return pieces
+
+    def _mark_migrated(self, index: int, delta: TokenDelta) -> None:
+        self.framing.add_migrated(index, delta)
+        if self.migrated_kv is None:
+            self.migrated_kv = delta.kv_transfer_params or {}
 
     async def _replay(self, resumed: Resume) -> list[ChoicePiece]:
         """Restore the state of a resumed request from its frames.
@@ -253,14 +258,8 @@ class HttpRequestState:
         for number, frame in enumerate(resumed.frames, 1):
             frame_pieces = []
             for entry in frame:
-                delta = TokenDelta(
-                    request_id=request_ids[entry.index // num_choices],
-                    choice=entry.index % num_choices,
-                    token_ids=entry.token_ids,
-                    finish_reason=entry.finish_reason,
-                    usage=entry.usage,
-                    logprobs=entry.logprobs,
-                )
+                request_id = request_ids[entry.index // num_choices]
+                delta = entry.to_delta(request_id, entry.index % num_choices)
                 piece = self._feed(delta)
                 if piece is not None:
                     frame_pieces.append(piece)
@@ -359,6 +358,8 @@ class HttpRequestState:
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
+            accepted_tokens=sum(choice.num_accepted_tokens for choice in choices),
+            rejected_tokens=sum(choice.num_rejected_tokens for choice in choices),
             kv=add_kv(usages),
         )
 

@@ -299,6 +299,8 @@ class ChoiceStream:
         num_tokens: the number of generated tokens. Tokens after a stop string do not
             count.
         num_reasoning_tokens: how many of the `num_tokens` belong to the reasoning.
+        num_accepted_tokens: how many of the `num_tokens` drafters had proposed.
+        num_rejected_tokens: the number of other tokens that drafters proposed.
         last_delta: the choice's last delta; None until it arrives.
         hit_stop_string: whether a stop string has ended the text.
     """
@@ -344,6 +346,8 @@ class ChoiceStream:
         self._is_first_piece = True
         self._tool_parser = tool_parser
         self.num_reasoning_tokens = 0
+        self.num_accepted_tokens = 0
+        self.num_rejected_tokens = 0
         # How many of the last tokens have text that the reasoning parser holds back.
         # These tokens count as reasoning unless `_finish` assigns them to the answer.
         self._num_held_back = 0
@@ -370,6 +374,8 @@ class ChoiceStream:
         finish reason. Even if a stop string has ended the text, the last piece is made
         only from the engine's last delta, because that delta has the usage.
         """
+        self.num_accepted_tokens += delta.accepted_tokens
+        self.num_rejected_tokens += delta.rejected_tokens
         if not delta.token_ids and delta.finish_reason is None:
             return None
         piece = self._new_piece()
@@ -443,6 +449,10 @@ class ChoiceStream:
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.last_delta = delta
+        # The engine has also accepted tokens after a stop string.
+        surplus = max(0, self.num_accepted_tokens - self.num_tokens)
+        self.num_accepted_tokens -= surplus
+        self.num_rejected_tokens += surplus
         if not self.hit_stop_string:
             text, self.hit_stop_string = self._stop_finder.push(
                 self._detokenizer.flush()

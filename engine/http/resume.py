@@ -256,6 +256,15 @@ class Framing:
                 resume.frame_entry(index, delta, with_logprobs=with_logprobs)
             )
 
+    def add_migrated(self, index: int, delta: TokenDelta) -> None:
+        """Add what the last delta of a migrating choice counts to the next frame.
+
+        Args:
+            index: the choice's index in the response.
+        """
+        if delta.accepted_tokens or delta.rejected_tokens:
+            self.add_delta(index, replace(delta, finish_reason=None, usage=None))
+
     def origin_frame(self) -> bytes:
         """Return the frame that begins a new stream, with its origin.
 
@@ -305,6 +314,8 @@ class Framing:
         held_frames = b""
         if not self.is_stream:
             held_frames = b"".join([self.origin_frame(), *self._held_frames])
+        elif self._entries:
+            held_frames = self.wrap(b"")
         text = resume.MOVED + msgspec.json.encode(params)
         return held_frames + resume.frame(text, event)
 

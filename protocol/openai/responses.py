@@ -103,6 +103,9 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     kv: KVUsage = KVUsage()
     reasoning_tokens: int = 0  # included in completion_tokens
+    # Tokens that drafters had proposed; included in completion_tokens.
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0  # proposed tokens that are not in the answer
 
     def to_openai(
         self, input_name: str = "prompt", output_name: str = "completion"
@@ -119,7 +122,9 @@ class Usage(msgspec.Struct):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             f"{input_name}_tokens_details": {"cached_tokens": self.kv.cached_tokens},
             f"{output_name}_tokens_details": {
-                "reasoning_tokens": self.reasoning_tokens
+                "reasoning_tokens": self.reasoning_tokens,
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.rejected_tokens,
             },
         }
 

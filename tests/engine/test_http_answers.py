@@ -87,7 +87,11 @@ def usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
     counts = {"prompt_tokens": prompt, "completion_tokens": completion}
     details = {
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     return {**counts, "total_tokens": prompt + completion, **details}
 

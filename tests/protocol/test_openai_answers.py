@@ -16,7 +16,13 @@ from protocol.openai.tools import ToolCallPiece
 from tests.protocol.test_openai_mistakes import USER
 from tests.rigs.client import sse_events
 
-USAGE = Usage(7, 3, KVUsage(transferred=4, recomputed=1, skipped=2, cached_tokens=5))
+USAGE = Usage(
+    prompt_tokens=7,
+    completion_tokens=3,
+    kv=KVUsage(transferred=4, recomputed=1, skipped=2, cached_tokens=5),
+    accepted_tokens=2,
+    rejected_tokens=1,
+)
 
 
 def responses_writer(**fields: Any) -> ResponsesWriter:
@@ -54,7 +60,11 @@ def test_complete_response_repeats_the_request_and_has_the_reason_why_it_ended()
         "input_tokens": 7,
         "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
         "output_tokens": 3,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 2,
+            "rejected_prediction_tokens": 1,
+        },
         "total_tokens": 10,
     }
 

@@ -147,13 +147,15 @@ async def test_another_server_continues_and_the_client_does_not_notice(name):
     both = _in_turn(first, _CONTINUES)
     async with Rig(decode=_servers_of(both, both), cluster_secret=_SECRET) as rig:
         forged = {MEMBER: {"texts": [], "mac": "forged"}}
-        answer = await rig.complete(stream=True, **forged)
+        prediction = {"type": "content", "content": "x"}
+        answer = await rig.complete(stream=True, prediction=prediction, **forged)
         assert answer.content == b"".join(_EVENTS)
         assert HEADER not in answer.headers
         calls = [call for fake in rig.decode for call in fake.calls]
         first_call, second_call = sorted(calls, key=lambda call: len(call.raw))
         assert [len(fake.calls) for fake in rig.decode] == [1, 1]
         assert MEMBER not in first_call.body, "the client's member was not removed"
+        assert all(call.body["prediction"] == prediction for call in calls)
         if num_frames:
             sent = second_call.body[MEMBER]
             assert resume.open_resume(sent, _SECRET.encode()).origin.id == "x"

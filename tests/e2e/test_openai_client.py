@@ -100,6 +100,31 @@ def test_chat_equals_template_and_greedy_generation(client, tiny_reference):
     )
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_prediction_changes_no_token(client, tiny_reference, is_right):
+    ids, text = tiny_reference.answer(_MESSAGES, 60)
+    content = text if is_right else _PROMPT
+    chunks = list(
+        _chat(
+            client,
+            max_tokens=60,
+            n=2,
+            prediction={"type": "content", "content": content},
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    texts = ["", ""]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == [text, text]
+    usage = chunks[-1].usage
+    details = usage.completion_tokens_details
+    assert usage.completion_tokens == 2 * len(ids)
+    assert 0 <= details.accepted_prediction_tokens <= usage.completion_tokens
+    assert details.rejected_prediction_tokens >= 0
+
+
 def test_streaming_helper_of_the_client_reads_a_chat(client, tiny_reference):
     _, text = tiny_reference.answer(_MESSAGES, 60)
     with client.chat.completions.stream(

@@ -153,7 +153,8 @@ class ModelRunner:
         self.groups, _ = kv_groups(model_config)
         self.device = open_device(config, parallel.rank)
         vocab_size = model_config.vocab_size
-        self.shaper = LogitShaper(vocab_size, config.max_num_seqs, self.device)
+        # Of these rows, the warm-up needs one for each draw.
+        self.shaper = LogitShaper(vocab_size, config.max_step_rows, self.device)
         self.model = load(config, model_config, parallel, self.device, report)
         self.last_drawn = LastSampledTokens(
             config.max_step_rows, vocab_size, self.device

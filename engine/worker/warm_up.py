@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.core.batch import Int32s, ScoredRows, StepFailed, StepInput
-from engine.core.logits_processing import LogitChanges, SamplingRow
+from engine.core.logits_processing import KeptTokens, LogitChanges, SamplingRow
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.kernel_watch import KERNELS
@@ -287,7 +287,8 @@ def _logit_changes(
     count: int, penalties: tuple[float, float, float] | None
 ) -> LogitChanges:
     """Changes to the logits of `count` draws: a bias for each, banned stop tokens for
-    every second one, and the penalties, if given, for each."""
+    every second one, and the penalties, if given, for each. The last draw counts a
+    proposal, if there are several."""
     prompt: list[int] = []
     outputs: list[int] = []
     if penalties:
@@ -298,7 +299,9 @@ def _logit_changes(
         SamplingRow(row, prompt, outputs, penalties, {0: 1.0}, [0])
         for row in range(count)
     ]
-    return LogitChanges(list(range(count)), bans, setups)
+    kept = [KeptTokens(0, [0])]
+    proposed = {count - 1: [0]} if count > 1 else {}
+    return LogitChanges(list(range(count)), bans, setups, kept, proposed)
 
 
 def _scores(step: StepInput) -> Iterator[StepInput]:

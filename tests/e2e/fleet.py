@@ -33,7 +33,8 @@ from tests.rigs.plain_http import http
 _FAST_HEALTH_CHECKS = ("--health-interval-s", "0.1", "--health-timeout-s", "0.5")
 # Fields that differ between two answers to the same request.
 VARYING_FIELDS = re.compile(
-    r'"(id|item_id|created|created_at|baton_kv)":("[^"]*"|\d+|\{[^}]*\}),?'
+    r'"(id|item_id|created|created_at|baton_kv|accepted_prediction_tokens|'
+    r'rejected_prediction_tokens)":("[^"]*"|\d+|\{[^}]*\}),?'
 )
 CACHED_TOKENS = re.compile(r'"cached_tokens":\d+')
 
@@ -170,11 +171,11 @@ class Fleet:
 
 @contextlib.contextmanager
 def start_fleet(model: Path, num_decodes: int) -> Iterator[Fleet]:
+    """Every second decode server speculates."""
     decode = partial(start_decode, model, "--shutdown-grace-s", "0.1")
-    with started(partial(start_prefill, model), *[decode] * num_decodes) as (
-        prefill,
-        *decodes,
-    ):
+    speculating = partial(decode, "--speculate", "ngram:6")
+    starts = [speculating if index % 2 else decode for index in range(num_decodes)]
+    with started(partial(start_prefill, model), *starts) as (prefill, *decodes):
         holds: dict[bytes, Hold] = {}
         cutters = [Cutter(server.port, holds) for server in decodes]
         argv = [arg for cutter in cutters for arg in ("--decode", cutter.url)]

@@ -151,11 +151,13 @@ def _drain_under_load(
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [_drain, _terminate])
 def test_answers_of_a_draining_server_continue_on_others(tiny_model, end):
-    """The draining server has two ranks, each of the servers that take over has one."""
+    """The draining server has two ranks and speculates. Of the servers that take over,
+    each has one rank, and the first one speculates otherwise."""
     decode = partial(start_decode, tiny_model, *_ARGV)
-    leaving = partial(decode, "--tp", "2")
+    leaving = partial(decode, "--tp", "2", "--speculate", "ngram:6")
+    speculating = partial(decode, "--speculate", "ngram:2")
     prefill = partial(start_prefill, tiny_model, "--kv-verify", "all")
-    with started(prefill, leaving, decode, decode) as servers:
+    with started(prefill, leaving, speculating, decode) as servers:
         proxy = start_proxy(servers[:1], servers[1:], "--disaggregate", "always")
         with running(proxy):
             bodies = [_body(index, 300 + 70 * index) for index in range(_NUM_REQUESTS)]

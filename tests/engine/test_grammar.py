@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -220,6 +221,36 @@ def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
                 assert {a, b} <= allowed(compiler, state), state.ending
                 drawn.append(rng.choice((a, b)))
                 assert state.consume([5, *drawn], 1) is None
+
+
+def _rows_after(state: GrammarState, tokens: list[int], *proposals: int) -> list[bytes]:
+    """The masks after proposals, computed in another thread."""
+    with ThreadPoolExecutor(1) as threads:
+        state.begin_mask(tokens, 2, threads, proposals)
+    return [row.tobytes() for row in state.rows_after(proposals)]
+
+
+def test_masks_after_proposals_are_those_of_states_that_consumed_them(
+    compiler, tokenizer
+):
+    request_ = request("choice", json.dumps(CHOICES))
+    tokens = tokenizer.encode("a longer one")
+    prompt = [5, 6]
+    state = compiler.new_state(request_)
+    expected = []
+    for count in range(1, len(tokens)):
+        other = compiler.new_state(request_)
+        other.consume([*prompt, *tokens[:count]], 2)
+        other._advance([], fill=True)
+        expected.append(other.row.tobytes())
+    assert _rows_after(state, prompt, *tokens) == expected, "the last one ends the text"
+    first_row = state.row.tobytes()
+    assert _rows_after(state, prompt, *tokens[:2]) == expected[:2]
+    assert state.row.tobytes() == first_row, "proposals leave no trace"
+    (blue,) = tokenizer.encode("blue")[:1]
+    assert _rows_after(state, prompt, tokens[0], blue, blue) == expected[:1]
+    assert state.rows_after(tuple(tokens[:2])) == [], "computed for other proposals"
+    assert _rows_after(state, [*prompt, tokens[0]], *tokens[1:]) == expected[1:]
 
 
 def test_grammar_is_compiled_once_on_another_thread():

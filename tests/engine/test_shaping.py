@@ -91,6 +91,31 @@ class DrawingEngine:
         for sequence, token in zip(sequences, drawn, strict=True):
             sequence.token_ids.append(token)
 
+    def check_verification(
+        self, sequence: Sequence, proposals: list[int], num_kept: int
+    ) -> None:
+        """Draws after the last token and after each proposal, and checks each draw
+        against the definitions. The sequence keeps `num_kept` proposals as its
+        tokens."""
+        draws = 1 + len(proposals)
+        logits = 4 * torch.randn(draws, VOCAB, generator=self.random)
+        start = len(sequence.token_ids)
+        positions = list(range(start, start + draws))
+        proposed = [tuple(proposals[:count]) for count in range(draws)]
+        changes = self.book.plan([sequence] * draws, positions, proposed)
+        shaping = self.shaper.prepare(changes)
+        tokens = list(sequence.token_ids)
+        expected = []
+        for count, row in enumerate(logits.tolist()):
+            sequence.token_ids = [*tokens, *proposals[:count]]
+            expected.append(torch.tensor(_expected(sequence, row)).argmax().item())
+        batch = SamplingBatch.from_params([sequence.sampling.params] * draws, positions)
+        drawn = sample(logits, batch, shaping).token_ids.tolist()
+        assert drawn == expected
+        # The engine keeps the first draw, which is the first proposal or replaces it.
+        proposals = [drawn[0], *proposals[1:]]
+        sequence.token_ids = [*tokens, *proposals[: max(num_kept, 1)]]
+
 
 _bias = st.dictionaries(
     st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=4
@@ -124,6 +149,29 @@ def test_any_mixture_over_any_steps_is_shaped_as_defined(specs, rounds):
             sequences[preempted].phase = Phase.RUNNING
         if drawing:
             engine.check_step(drawing)
+
+
+@examples(40)
+@given(
+    prompt=_prompts,
+    params=_params,
+    rounds=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, VOCAB - 1), max_size=5),
+            st.integers(0, 5),
+            st.booleans(),
+        ),
+        max_size=8,
+    ),
+)
+def test_verifications_are_shaped_as_the_draws_one_by_one(prompt, params, rounds):
+    engine = DrawingEngine()
+    sequence = _sequence(prompt, [3, 4], **params)
+    other = _sequence([5], presence_penalty=1.0)
+    for proposals, num_kept, is_between in rounds:
+        if is_between:
+            engine.check_step([other, sequence])
+        engine.check_verification(sequence, proposals, num_kept)
 
 
 def test_rows_without_options_stay_unchanged_and_cost_nothing():

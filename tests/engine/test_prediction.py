@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from engine.http.text_encoder import PREDICTION_MARGIN_TOKENS
 from engine.http.text_workers import INLINE_CHARS
+from engine.http.truncation import first_tokens
 from engine.text.tokenizer import Tokenizer
 from protocol import resume
 from protocol.messages import MOVED, AddRequest, KVUsage, TokenDelta
@@ -80,6 +81,23 @@ async def test_only_the_useful_part_of_a_prediction_is_tokenized_off_the_loop(
         await server.post(max_tokens=5, **predict("x" * size))
         assert server.engine.added[0].prediction == tokenizer.encode("x" * limit)
         assert max(num_chars for num_chars, _ in recorder.encoded) < size // 4
+
+
+@pytest.mark.parametrize("limit", [0, 1, 500, 1024, 5000])
+@pytest.mark.parametrize("token_chars", [1, 100])
+def test_first_tokens_are_those_of_the_whole_text(limit, token_chars):
+    """Tokens of 100 characters are longer than is assumed at first."""
+    text = "".join(chr(0x4E00 + index % 9973) for index in range(250_000))
+    sizes = []
+
+    def encode(part: str) -> list[int]:
+        sizes.append(len(part))
+        starts = range(0, len(part), token_chars)
+        return [hash(part[start : start + token_chars]) for start in starts]
+
+    actual = first_tokens(text, limit, encode)
+    assert max(sizes) <= max(2048, 16 * limit, 4 * token_chars * (limit + 64))
+    assert actual == encode(text)[:limit]
 
 
 async def test_text_of_a_prediction_does_not_become_special_tokens(tokenizer):

@@ -1,5 +1,6 @@
 """The frozen configuration of one engine, which each rank process receives."""
 
+from functools import cached_property
 from typing import Final, Literal
 
 from pydantic import ConfigDict
@@ -8,12 +9,12 @@ from attention.support import resolve_backend_name
 from engine.core.budget.step_target import StepTarget
 from protocol.settings.node_options import NodeOptions
 from protocol.settings.options import Device, DType, KVOptions, ModelOptions
+from protocol.settings.speculation import Speculation, parse_speculation
 from protocol.version import VERSION
 
 # The itl_target_s that GET /ready reports if the engine has no target. Proxies then
 # expect that steps take up to this time.
 _UNLIMITED_STEP_S: Final = 1.0
-MAX_PROPOSALS: Final = 16
 
 
 class EngineConfig(NodeOptions, KVOptions, ModelOptions):
@@ -69,10 +70,18 @@ class EngineConfig(NodeOptions, KVOptions, ModelOptions):
         first = self.node_rank * self.ranks_per_node
         return range(first, first + self.ranks_per_node)
 
+    @cached_property
+    def speculation(self) -> Speculation:
+        return parse_speculation(self.speculate)
+
     @property
     def max_step_proposals(self) -> int:
-        """The largest number of proposed tokens that a step verifies."""
-        return MAX_PROPOSALS
+        """The largest number of proposed tokens that a step verifies. Without a
+        drafter, few requests have proposals: those with a prediction."""
+        speculation = self.speculation
+        if not speculation.kind:
+            return speculation.max_proposals
+        return max(self.max_num_seqs, speculation.max_proposals)
 
     @property
     def max_step_rows(self) -> int:

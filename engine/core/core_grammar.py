@@ -18,7 +18,8 @@ from typing import Any
 
 from engine.core.plan import Scheduled
 from engine.core.sequence import Phase, Sequence
-from engine.text.grammar import GrammarCompiler, Int32s, step_masks
+from engine.sampling.token_masks import Int32s, step_masks
+from engine.text.grammar import GrammarCompiler
 from protocol.errors import GrammarFailed
 
 _MAX_MASK_WAIT_S = 0.05  # longest time that a step waits for its masks

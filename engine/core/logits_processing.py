@@ -63,7 +63,7 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: list[int]
 
 
-class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
+class UncountedTokens(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that a sequence kept after a verification, and that its state row has not
     counted."""
 
@@ -78,7 +78,7 @@ class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
         rows: [R] state rows; NO_ROW for a draw without changes.
         bans: [R] whether the draw's stop tokens are banned.
         setups: the state rows to initialise before the draws.
-        kept: the tokens to count before the draws.
+        uncounted: the tokens to count before the draws.
         proposed: by index of a draw, the proposals that it counts as drawn. Empty for
             draws that are no verification, and for the first draw of one.
     """
@@ -86,7 +86,7 @@ class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
     rows: list[int]
     bans: list[bool]
     setups: list[SamplingRow]
-    kept: list[KeptTokens] = []
+    uncounted: list[UncountedTokens] = []
     proposed: dict[int, list[int]] = {}
 
 
@@ -131,7 +131,7 @@ class RowAllocator:
         if not any(needs_row):
             return None
         changes = LogitChanges(
-            rows=[NO_ROW] * len(bans), bans=bans, setups=[], kept=[], proposed={}
+            rows=[NO_ROW] * len(bans), bans=bans, setups=[], uncounted=[], proposed={}
         )
         for draw, (sequence, position) in enumerate(
             zip(drawing, positions, strict=True)
@@ -154,8 +154,8 @@ class RowAllocator:
         if not 0 <= next_position <= position:
             changes.setups.append(_setup(sequence, row))
         elif next_position < position:
-            kept = sequence.token_ids[next_position:position]
-            changes.kept.append(KeptTokens(row, kept))
+            uncounted = sequence.token_ids[next_position:position]
+            changes.uncounted.append(UncountedTokens(row, uncounted))
         self._rows[sequence] = (row, position + 1)
         return row
 
@@ -227,9 +227,9 @@ class LogitShaper:
             return None
         for setup in changes.setups:
             self._set_up(setup)
-        for kept in changes.kept:
-            if self._setups[kept.row].penalties is not None:
-                self._count_outputs(kept.row, kept.token_ids)
+        for uncounted in changes.uncounted:
+            if self._setups[uncounted.row].penalties is not None:
+                self._count_outputs(uncounted.row, uncounted.token_ids)
         penalised: list[tuple[int, int]] = []
         penalties: list[tuple[float, float, float]] = []
         counted: list[tuple[int, int]] = []

@@ -1,14 +1,224 @@
-"""stub"""
+"""Decides how many proposed tokens a step verifies.
+
+For each number of streams, the policy measures the durations of steps with and without
+proposals. It chooses the number of proposals with the most expected tokens per second.
+A sequence with k proposals and acceptance rate a has 1 + a + ... + a^k expected tokens.
+
+Expectations may be wrong: acceptance changes, and durations are noisy. An account for
+each number of streams therefore bounds what speculation can lose (`_Batch.credit`).
+While it is overdrawn, nothing is proposed. While speculation does not pay, the account
+also pays for probes, which notice when it would pay again.
+
+Nothing here reads a clock. All decisions follow from what is recorded.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from engine.speculation.batch_times import NUMBERS, BatchTimes, Floats, Ints, rounded_up
+
+# The largest number of proposals for one sequence in a step. Of 16 tokens that are each
+# accepted with probability 0.9, the last one is reached in 21 % of the steps.
+MAX_PROPOSALS: Final = 16
+# Speculation that gains less is not worth the uncertainty of the measurements.
+MIN_GAIN: Final = 0.03
+# The share of the time in decode steps that speculation may lose: half of the 2 % that
+# users are promised. The other half is for errors of the measured durations.
+MAX_LOSS: Final = 0.01
+# An account begins with this credit, so that a first step with proposals needs not wait
+# (in steps without proposals).
+START_CREDIT_STEPS: Final = 2.0
+# Credit for later losses is limited to what MAX_LOSS gives in 1,000 steps.
+MAX_CREDIT_STEPS: Final = 1_000 * MAX_LOSS
+# While speculation does not pay, one of this many steps may be a probe.
+PROBE_INTERVAL: Final = 8
+# Proposals per sequence in a probe. More say little while the first ones are rejected.
+PROBE_PROPOSALS: Final = 4
+# A probe may cost this share of the credit.
+_PROBE_SHARE: Final = 0.5
+# The rate of a drafter whose proposals were never verified.
+_INITIAL_RATE: Final = 0.5
+# Later outcomes count as if there had been this many before.
+_PRIOR_OUTCOMES: Final = 4
 
 
 class AcceptanceRate:
-    value = 0.8
+    """The probability that the next proposal is accepted, if those before it were.
 
-    def record(self, num_proposed: int, num_accepted: int) -> None: ...
+    Args:
+        value: the rate before the first outcome, such as the average of the drafter.
+        window: about how many of the latest outcomes count.
+    """
+
+    def __init__(self, value: float = _INITIAL_RATE, *, window: int = 32) -> None:
+        self.value = value
+        self._window = window
+        self._num_outcomes = _PRIOR_OUTCOMES
+
+    def record(self, num_proposed: int, num_accepted: int) -> None:
+        """Records a verification. Proposals after the first rejected one have no
+        outcome."""
+        for _ in range(num_accepted):
+            self._add(1.0)
+        if num_accepted < num_proposed:
+            self._add(0.0)
+
+    def _add(self, outcome: float) -> None:
+        self._num_outcomes = min(self._num_outcomes + 1, self._window)
+        self.value += (outcome - self.value) / self._num_outcomes
 
 
 class SpeculationPolicy:
-    def limits(self, rates, lengths, num_streams):
-        return list(lengths)
+    """Chooses the numbers of proposals, and learns from the steps that follow."""
 
-    def record_step(self, **k): ...
+    def __init__(self) -> None:
+        self._batches: dict[int, _Batch] = {}  # by rounded number of streams
+        self._num_steps = 0
+        self._last_speculation = -PROBE_INTERVAL  # the last step with proposals
+
+    def limits(
+        self, rates: Sequence[float], lengths: Sequence[int], num_streams: int
+    ) -> list[int]:
+        """Returns how many tokens to verify for each sequence with proposals.
+
+        Changes nothing, so it may be called several times for a step.
+
+        Args:
+            rates: the acceptance rates of the sequences.
+            lengths: how many tokens are proposed for each sequence, or may be.
+            num_streams: all sequences that decode in the step.
+        """
+        nothing = [0] * len(lengths)
+        batch = self._batches.get(rounded_up(num_streams))
+        if batch is None or not any(lengths):
+            return nothing
+        if batch.credit < 0 or batch.times.needs_plain_step(self._num_steps):
+            return nothing
+        gains, sequences = _sorted_gains(rates, lengths)
+        index = self._best_index(batch.times, 1 + np.cumsum(gains) / num_streams)
+        if index is None:
+            if self._num_steps - self._last_speculation < PROBE_INTERVAL:
+                return nothing
+            return self._probe(batch, lengths)
+        estimates = batch.times.estimates
+        cost = float(estimates.largest[index]) - 1
+        if not estimates.is_measured[index] and cost > batch.credit:
+            return nothing
+        chosen = sequences[: NUMBERS[index]]
+        counts: list[int] = np.bincount(chosen, minlength=len(lengths)).tolist()
+        return counts
+
+    def record_step(
+        self, num_streams: int, num_rows: int, num_tokens: int, seconds: float
+    ) -> None:
+        """Records a finished step without prompts.
+
+        Args:
+            num_streams: the sequences of the step.
+            num_rows: the number of streams and proposals.
+            num_tokens: the tokens that were drawn and kept.
+            seconds: the duration of the step, including the time to propose.
+        """
+        size = rounded_up(num_streams)
+        batch = self._batches.setdefault(size, _Batch(num_streams))
+        num_proposals = num_rows - num_streams
+        # A step with proposals is not launched ahead, nor is the step after it. So that
+        # step is no measurement of plain steps, and its time counts as lost.
+        follows_speculation = self._last_speculation == self._num_steps - 1
+        if num_proposals:
+            self._last_speculation = self._num_steps
+        if num_proposals or follows_speculation:
+            batch.account(
+                num_proposals, num_tokens / num_streams, seconds, self._num_steps
+            )
+        else:
+            batch.times.add_plain(seconds, self._num_steps)
+        batch.add_credit(MAX_LOSS)
+        self._num_steps += 1
+
+    def _best_index(self, times: BatchTimes, tokens: Floats) -> int | None:
+        """Returns the index in NUMBERS of the number of proposals with the most tokens
+        per second. None if that is not MIN_GAIN more than without proposals.
+
+        Args:
+            tokens: the expected tokens of a stream in a step with 1, 2, ... proposals.
+        """
+        numbers = _numbers_up_to(len(tokens))
+        tokens = tokens[numbers - 1]
+        estimates = times.estimates
+        is_gain = tokens >= (1 + MIN_GAIN) * estimates.expected[: len(numbers)]
+        if not is_gain.any():
+            return None
+        speeds = np.where(is_gain, tokens / estimates.hoped[: len(numbers)], 0)
+        # On the way to a promising number of proposals, smaller ones are measured.
+        largest = len(_numbers_up_to(times.max_proposals)) - 1
+        return min(int(np.argmax(speeds)), largest)
+
+    def _probe(self, batch: "_Batch", lengths: Sequence[int]) -> list[int]:
+        """Returns limits for as many sequences as the credit allows, others each
+        time."""
+        limits = [0] * len(lengths)
+        num_wanted = sum(min(length, PROBE_PROPOSALS) for length in lengths)
+        numbers = _numbers_up_to(min(num_wanted, batch.times.max_proposals))
+        costs = batch.times.estimates.largest[: len(numbers)] - 1
+        is_affordable = costs <= _PROBE_SHARE * batch.credit
+        num_left = int(np.max(numbers, where=is_affordable, initial=0))
+        start = self._num_steps // PROBE_INTERVAL
+        for offset in range(len(lengths)):
+            index = (start + offset) % len(lengths)
+            limits[index] = min(lengths[index], PROBE_PROPOSALS, num_left)
+            num_left -= limits[index]
+        return limits
+
+
+class _Batch:
+    """The steps with one number of streams.
+
+    Attributes:
+        times: the durations of these steps.
+        credit: the time that speculation may still lose, in steps without proposals.
+            Each step adds MAX_LOSS. A step with proposals adds the steps that its
+            tokens would have taken without, less the time that it took. So in any n
+            steps, the sum of all losses is at most MAX_CREDIT_STEPS + n * MAX_LOSS, and
+            what the last step lost more than there was.
+    """
+
+    def __init__(self, num_streams: int) -> None:
+        self.times = BatchTimes(num_streams)
+        self.credit = START_CREDIT_STEPS
+
+    def account(
+        self, num_proposals: int, tokens_per_stream: float, seconds: float, step: int
+    ) -> None:
+        """Records a step with proposals, or the step after it."""
+        plain_s = self.times.plain_s
+        if plain_s is None:
+            return
+        slowdown = self.times.without_outlier(num_proposals, seconds / plain_s)
+        if num_proposals:
+            self.times.add_slowdown(num_proposals, slowdown, step)
+        self.add_credit(tokens_per_stream - slowdown)
+
+    def add_credit(self, num_steps: float) -> None:
+        self.credit = min(self.credit + num_steps, MAX_CREDIT_STEPS)
+
+
+def _numbers_up_to(maximum: int) -> Ints:
+    """Returns the numbers of proposals to consider, ascending."""
+    return NUMBERS[: np.searchsorted(NUMBERS, maximum, side="right")]
+
+
+def _sorted_gains(
+    rates: Sequence[float], lengths: Sequence[int]
+) -> tuple[Floats, Ints]:
+    """Returns the expected tokens that each proposal adds, descending, and the index of
+    the sequence of each."""
+    powers = np.arange(1, max(lengths) + 1)
+    gains = np.power.outer(np.array(rates), powers)
+    is_proposed = powers <= np.array(lengths)[:, np.newaxis]
+    sequences, _ = np.nonzero(is_proposed)
+    gains = gains[is_proposed]
+    order = np.argsort(-gains, kind="stable")
+    return gains[order], sequences[order]

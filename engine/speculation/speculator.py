@@ -19,10 +19,9 @@ from engine.core.tables import SchedulerLimits
 from engine.speculation.drafter import Drafter
 from engine.speculation.policy import SpeculationPolicy
 from protocol.metrics import EngineHistogram, stat_key
+from protocol.settings.speculation import MAX_PROPOSALS
 
 logger = logging.getLogger("baton.engine")
-
-MAX_PROPOSALS = 16  # for one sequence in one step
 
 
 class Speculator:
@@ -40,11 +39,12 @@ class Speculator:
         limits: SchedulerLimits,
         drafters: Sequenceable[Drafter] = (),
         max_proposals: int = MAX_PROPOSALS,
+        policy: SpeculationPolicy | None = None,
     ) -> None:
         self._limits = limits
         self._drafters = list(drafters)
         self._max_proposals = max_proposals
-        self._policy = SpeculationPolicy()
+        self._policy = policy or SpeculationPolicy()
         self._num_proposed = Counter({drafter.name: 0 for drafter in drafters})
         self._num_accepted = Counter({drafter.name: 0 for drafter in drafters})
         self._accepted_lengths = EngineHistogram("baton_speculative_accepted_length")

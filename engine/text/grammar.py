@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.sampling.token_masks import WORD_BITS, Int32s, bits_of, is_set
 from engine.text.grammar_compile import (
     build_vocabulary,
     compiling_threads,
@@ -45,13 +45,10 @@ from protocol.messages import AddRequest, Grammar
 
 logger = logging.getLogger("baton.engine")
 
-Int32s = npt.NDArray[np.int32]
-
 _MAX_CACHED_BYTES = 256 * 2**20
 # Slow grammars come one at a time (grammar_check.py). So with a second thread, a slow
 # grammar does not delay the others.
 _NUM_COMPILING_THREADS = 2
-_WORD_BITS = 32  # tokens per word of a mask
 _ID_BYTES = 64  # bytes that a token id takes in a tuple
 # CPU seconds. If the latest mask of a grammar took longer, no step waits for the
 # grammar's masks.
@@ -103,9 +100,9 @@ class CompiledGrammar:
         for *prefix, last in grammar.banned:
             self.banned.setdefault(tuple(prefix), []).append(last)
         self.prefix_lengths = {len(prefix) for prefix in self.banned} - {0}
-        self.allowed = _bits_of(grammar.allowed, num_words) if grammar.allowed else None
+        self.allowed = bits_of(grammar.allowed, num_words) if grammar.allowed else None
         if always_banned := self.banned.get(()):
-            unbanned = ~_bits_of(always_banned, num_words)
+            unbanned = ~bits_of(always_banned, num_words)
             self.allowed = unbanned if self.allowed is None else self.allowed & unbanned
         self.mask_s = 0.0
         row = np.full(num_words, -1, dtype=np.int32)
@@ -116,13 +113,6 @@ class CompiledGrammar:
         self.mask_s = _fill(matcher, row)
         can_continue = not (matcher.is_error() or matcher.is_stopped())
         self.first_mask = row if can_continue else None
-
-
-def _bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
-    """Return a mask, int32 [W], in which the bits of `token_ids` are set."""
-    bits = np.zeros(num_words * _WORD_BITS, dtype=np.bool_)
-    bits[[token_id for token_id in token_ids if token_id < len(bits)]] = True
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _fill(matcher: LLMatcher, row: Int32s) -> float:
@@ -306,7 +296,7 @@ class GrammarState:
         state = self._copy()
         rows: list[Int32s] = []
         for token_id in proposals:
-            if state.ending is not None or not _is_set(state.row, token_id):
+            if state.ending is not None or not is_set(state.row, token_id):
                 break
             state._token_ids = [*state._token_ids, token_id]
             state._advance([token_id], fill=True)
@@ -342,9 +332,9 @@ class GrammarState:
         if self._grammar.allowed is not None:
             self.row &= self._grammar.allowed
         for token_id in banned:
-            if token_id < len(self.row) * _WORD_BITS:
-                bit = np.uint32(1 << token_id % _WORD_BITS).view(np.int32)
-                self.row[token_id // _WORD_BITS] &= ~bit
+            if token_id < len(self.row) * WORD_BITS:
+                bit = np.uint32(1 << token_id % WORD_BITS).view(np.int32)
+                self.row[token_id // WORD_BITS] &= ~bit
         if self.row.any():
             return None
         return self._end("no token of the vocabulary fits; use a simpler grammar")
@@ -408,31 +398,6 @@ class GrammarState:
         )
 
 
-def _is_set(mask: Int32s, token_id: int) -> bool:
-    """Whether a mask, int32 [W], allows a token."""
-    word, bit = divmod(token_id, _WORD_BITS)
-    return word < len(mask) and bool(int(mask[word]) >> bit & 1)
-
-
-def step_masks(rows: Sequence[Int32s | None], vocab_size: int) -> Int32s:
-    """Return the masks of the R draws of a step: int32 [R, ceil(V / 32)].
-
-    Bit t % 32 of word t // 32 is set if token t may be sampled.
-
-    Args:
-        rows: for each draw, its mask, int32 [W]; None: every token is allowed.
-        vocab_size: V, the number of the model's logits.
-    """
-    # The rows of states may be wider, because the tokenizer may have more tokens than
-    # the model has logits.
-    num_words = -(-vocab_size // _WORD_BITS)
-    masks = np.full((len(rows), num_words), -1, dtype=np.int32)
-    for index, row in enumerate(rows):
-        if row is not None:
-            masks[index] = row[:num_words]
-    return masks
-
-
 class GrammarCompiler:
     """Compiles grammars in threads. Only the thread of the engine core may call it.
 
@@ -465,7 +430,7 @@ class GrammarCompiler:
         tokenizer = Tokenizer(self._model_dir, NO_TEMPLATE)
         num_tokens = max(self.vocab_size, tokenizer.vocab_size)
         self._end_ids = tokenizer.eos_ids
-        self._num_words = -(-num_tokens // _WORD_BITS)
+        self._num_words = -(-num_tokens // WORD_BITS)
         return build_vocabulary(tokenizer, num_tokens)
 
     def compile(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:

@@ -10,6 +10,7 @@ from engine.core.core_grammar import CoreGrammars
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.geometry import read_config
 from engine.process.transport import EngineTransport
+from engine.speculation.build import make_speculator
 from engine.text.grammar import GrammarCompiler
 from engine.worker.load import CannotStart, describe_failure, explaining_failures
 from engine.worker.memory import decide_max_model_len
@@ -105,6 +106,7 @@ def _build(
         connector,
         transport,
         CoreGrammars(compiler, config.grammar_timeout_s),
+        make_speculator(config, limits),
         rank_stats=rank.stats,
     )
     ready = EngineReady(

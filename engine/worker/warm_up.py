@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.core.batch import Int32s, ScoredRows, StepFailed, StepInput
-from engine.core.logits_processing import KeptTokens, LogitChanges, SamplingRow
+from engine.core.logits_processing import LogitChanges, SamplingRow, UncountedTokens
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.kernel_watch import KERNELS
@@ -299,9 +299,9 @@ def _logit_changes(
         SamplingRow(row, prompt, outputs, penalties, {0: 1.0}, [0])
         for row in range(count)
     ]
-    kept = [KeptTokens(0, [0])]
+    uncounted = [UncountedTokens(0, [0])]
     proposed = {count - 1: [0]} if count > 1 else {}
-    return LogitChanges(list(range(count)), bans, setups, kept, proposed)
+    return LogitChanges(list(range(count)), bans, setups, uncounted, proposed)
 
 
 def _scores(step: StepInput) -> Iterator[StepInput]:

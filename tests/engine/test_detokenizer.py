@@ -2,10 +2,10 @@
 
 import functools
 import re
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine.text.detokenizer import (
@@ -126,6 +126,15 @@ def test_echo_and_an_output_join_to_the_text_of_all_bytes(prompt, output):
 BYTE_IDS = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
 
 
+def _splits_bytes(ids: list[int]) -> bool:
+    """Whether special tokens are between two tokens that are bytes."""
+    others = [(index, token) for index, token in enumerate(ids) if token != 0]
+    return any(
+        index + 1 < next_index and token in BYTE_IDS and next_token in BYTE_IDS
+        for (index, token), (next_index, next_token) in pairwise(others)
+    )
+
+
 @examples(200)
 @given(
     st.lists(
@@ -138,8 +147,10 @@ BYTE_IDS = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
 def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
     """Two parts of the joined text may differ from the decoded text: the space after a
     special token, where decoders start a new text, and the number of U+FFFD for invalid
-    bytes. A special token also ends a character of several bytes.
+    bytes. Where a special token splits the bytes of a character, decoders differ, so
+    that is left out.
     """
+    assume(not _splits_bytes([*prompt, *output]))
     echoing = create_detokenizer(TOKENIZER, prompt, echoes_prompt=True)
     text, offsets = echoing.echo(prompt)
     joined = text + detokenize(echoing, output)

@@ -2,9 +2,9 @@
 that runs each request alone.
 
 Each of the two ranks has half of the heads or, with dcp, half of the tokens. Rank 1
-receives each step as bytes. Chunks, preemptions, prefix hits, choices and aborts occur
-at random. Between two steps, all memory that no step may read is NaN on every rank, so
-a wrong read changes the tokens.
+receives each step as bytes. Chunks, preemptions, prefix hits, choices, aborts and, with
+every second seed, proposals occur at random. Between two steps, all memory that no step
+may read is NaN on every rank, so a wrong read changes the tokens.
 
 If one rank lacks data (a block, a prompt to score, the counts of a penalty), the tokens
 of rank 0 change, because both ranks contribute to every sum, or a collective hangs.
@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from engine.core.core import EngineCore
+from engine.core.sequence import Sequence as EngineSequence
 from engine.worker.runner import ModelRunner
 from kvcache.blocks import BlockState
 from protocol.messages import AbortRequest, AddRequest, SamplingParams, TokenLogprobs
+from tests.rigs.drafters import RandomDrafter, VerifyEverything
 from tests.rigs.rank_threads import Ranks, ranks
 from tests.rigs.shadow import (
     MemoryTransport,
@@ -123,7 +125,10 @@ def _assert_kv_is_written(core: EngineCore, executor: Ranks) -> None:
 
 
 def _run_requests(
-    rng: random.Random, executor: Ranks, requests: list[AddRequest]
+    rng: random.Random,
+    executor: Ranks,
+    requests: list[AddRequest],
+    drafters: list[RandomDrafter],
 ) -> MemoryTransport:
     """Runs all requests on a small engine, and aborts some. Returns the outputs."""
     block_size = rng.choice([1, 2, 3, 4])
@@ -139,6 +144,8 @@ def _run_requests(
         max_num_batched_tokens=rng.choice([1, 5, 16, 60]),
         max_model_len=MAX_MODEL_LEN,
         prefix_caching=rng.random() < 0.8,
+        drafters=drafters,
+        policy=VerifyEverything(),
     )
     unsent = list(requests)
     while unsent or not core.is_idle:
@@ -176,22 +183,36 @@ def _logprobs(out: MemoryTransport, name: str, choice: int) -> list[TokenLogprob
     return [row for delta in deltas for row in delta.logprobs or []]
 
 
+def _run_alone(single_rank: Ranks, request: AddRequest) -> MemoryTransport:
+    core, _, out = make_core(
+        executor=single_rank,  # type: ignore[arg-type]
+        num_blocks=20,
+        block_size=8,
+        max_num_batched_tokens=100,
+        max_model_len=MAX_MODEL_LEN,
+        prefix_caching=False,
+    )
+    run_until_idle(core, request)
+    return out
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_two_ranks_draw_the_same_tokens_as_one(single_rank, two_ranks, seed):
     rng = random.Random(seed)
     requests = _make_requests(rng)
-    out = _run_requests(rng, two_ranks, requests)
+    expected_outs = {r.request_id: _run_alone(single_rank, r) for r in requests}
+
+    def next_token(sequence: EngineSequence, tokens: Sequence[int]) -> int:
+        expected = expected_outs[sequence.request_id]
+        outputs = expected.tokens(sequence.request_id, sequence.choice)
+        index = len(tokens) - sequence.num_prompt_tokens
+        return outputs[index] if index < len(outputs) else 0
+
+    drafters = [RandomDrafter(0.7, random.Random(seed), next_token, VOCAB)]
+    out = _run_requests(rng, two_ranks, requests, drafters if seed % 2 else [])
     for request in requests:
         name = request.request_id
-        core, _, expected = make_core(
-            executor=single_rank,  # type: ignore[arg-type]
-            num_blocks=20,
-            block_size=8,
-            max_num_batched_tokens=100,
-            max_model_len=MAX_MODEL_LEN,
-            prefix_caching=False,
-        )
-        run_until_idle(core, request)
+        expected = expected_outs[name]
         ends = out.terminals(name)
         assert all(end.error is None for end in ends)
         is_aborted = len(ends) == 0 or any(end.finish_reason == "abort" for end in ends)

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from engine.core.sequence import Sequence as EngineSequence
+from engine.speculation.policy import SpeculationPolicy
 from tests.rigs.shadow import VOCAB, allowed, next_token
 
 NextToken = Callable[[EngineSequence, list[int]], int]
@@ -60,6 +61,15 @@ class RandomDrafter:
                 )
             tokens.append(token)
         return tokens[len(sequence.token_ids) :]
+
+
+class VerifyEverything(SpeculationPolicy):
+    """Lets steps verify all proposals, whatever that costs."""
+
+    def limits(
+        self, rates: Sequence[float], lengths: Sequence[int], num_streams: int
+    ) -> list[int]:
+        return list(lengths)
 
 
 class FailingDrafter:

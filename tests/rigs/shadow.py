@@ -28,21 +28,15 @@ from engine.core.core_grammar import CoreGrammars
 from engine.core.logits_processing import NO_ROW, SamplingRow
 from engine.core.scheduler import Scheduler
 from engine.core.tables import SchedulerLimits
+from engine.sampling.token_masks import step_masks
 from engine.speculation.drafter import Drafter
+from engine.speculation.policy import SpeculationPolicy
 from engine.speculation.speculator import Speculator
-from engine.text.grammar import GrammarCompiler, GrammarState, step_masks
+from engine.text.grammar import GrammarCompiler, GrammarState
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState
 from kvcache.groups import ONE_GROUP, KVGroups
-from protocol.messages import (
-    AddRequest,
-    EngineInput,
-    EngineOutput,
-    EngineStats,
-    Outputs,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprobs,
-)
+from protocol.messages import AddRequest, EngineInput, SamplingParams, TokenLogprobs
+from tests.rigs.memory_transport import MemoryTransport as MemoryTransport
 
 VOCAB = 50
 
@@ -208,8 +202,8 @@ class ShadowExecutor:
         for setup in step.logit_changes.setups if step.logit_changes else []:
             self._setups[setup.row] = setup
             self._counted[setup.row] = [*setup.prompt_ids, *setup.output_ids]
-        for kept in step.logit_changes.kept if step.logit_changes else []:
-            self._counted[kept.row] += kept.token_ids
+        for uncounted in step.logit_changes.uncounted if step.logit_changes else []:
+            self._counted[uncounted.row] += uncounted.token_ids
         tokens = [self._draw(step, index) for index in range(len(step.sampling))]
         self._count_draws(step, tokens)
         scores = [self._score(step, rows) for rows in step.scores]
@@ -358,54 +352,6 @@ class WindowedExecutor(ShadowExecutor):
         return values
 
 
-class MemoryTransport:
-    """A transport that keeps the messages that the core sends, for the test to read."""
-
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.compiled: list[str] = []
-        self.stats: dict[str, float] = {}
-
-    def receive(self, timeout_s: float) -> tuple[list[EngineInput], bool]:
-        return [], True
-
-    def wake(self) -> None:
-        pass
-
-    def send(self, message: EngineOutput) -> None:
-        match message:
-            case Outputs(deltas, compiled):
-                self.deltas += deltas
-                self.compiled += compiled
-            case EngineStats(values):
-                self.stats = values
-
-    def tokens(self, request_id: str, choice: int = 0) -> list[int]:
-        return [
-            token
-            for delta in self.deltas
-            if delta.request_id == request_id and delta.choice == choice
-            for token in delta.token_ids
-        ]
-
-    def prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None]:
-        return [
-            row
-            for delta in self.deltas
-            if delta.request_id == request_id
-            for row in delta.prompt_logprobs or []
-        ]
-
-    def terminals(self, request_id: str) -> list[TokenDelta]:
-        """Return the deltas that ended the request or one of its choices."""
-        return [
-            delta
-            for delta in self.deltas
-            if delta.request_id == request_id
-            and (delta.finish_reason is not None or delta.error is not None)
-        ]
-
-
 def make_core(
     *,
     num_blocks: int = 32,
@@ -420,6 +366,7 @@ def make_core(
     itl_target_s: float | None = None,
     groups: KVGroups = ONE_GROUP,
     drafters: Sequence[Drafter] = (),
+    policy: SpeculationPolicy | None = None,
 ) -> tuple[EngineCore, ShadowExecutor, MemoryTransport]:
     """Return an engine core, its executor and its transport."""
     step_target = None
@@ -448,7 +395,7 @@ def make_core(
         role or KVConnector(),
         transport,
         grammars,
-        Speculator(limits, drafters),
+        Speculator(limits, drafters, policy=policy),
     )
     return core, executor, transport
 

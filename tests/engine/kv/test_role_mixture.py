@@ -12,7 +12,6 @@ seed determines everything, because there are no threads.
 import json
 import random
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -20,13 +19,11 @@ from msgspec.structs import replace
 
 import engine.text.grammar
 from engine.core import core_grammar
-from engine.core.batch import Int32s, StepFailed, StepInput
 from engine.core.core import EngineCore
 from engine.core.sequence import Phase, Sequence
-from engine.core.tables import SchedulerLimits
 from engine.kv.borrower import Borrower
 from engine.kv.rates import Rates
-from engine.text.grammar import COMPLETE, CompiledGrammar, GrammarCompiler
+from engine.text.grammar import COMPLETE, GrammarCompiler
 from kvcache.blocks import BlockState
 from protocol.kv_params import parse, to_remote_prefill
 from protocol.messages import (
@@ -43,13 +40,12 @@ from protocol.messages import (
 )
 from tests.engine.conftest import compiling
 from tests.rigs.choices import assert_choices_are_consistent
-from tests.rigs.drafters import RandomDrafter
+from tests.rigs.drafters import RandomDrafter, VerifyEverything
+from tests.rigs.failing import FAULT, FailingExecutor, SlowCompiler
 from tests.rigs.fake_coordinator import FakeCoordinator
 from tests.rigs.offers import offer
 from tests.rigs.shadow import (
-    ShadowExecutor,
     _masked,
-    _ShadowStep,
     add,
     allowed,
     assert_all_blocks_free,
@@ -60,7 +56,6 @@ from tests.rigs.shadow import (
     wait_for_masks,
 )
 
-FAULT = "an injected fault"
 GRAMMARS = [
     Grammar("choice", json.dumps(["Anna", "Ben lost a kite", "An"])),
     Grammar("regex", "[a-z]{1,6}( [a-z]{1,3}){0,2}"),
@@ -98,68 +93,6 @@ def _expected(
     return tokens[start:], None
 
 
-class _FailingExecutor(ShadowExecutor):
-    """A shadow executor with random durations of steps. Sometimes a launch or a draw
-    fails."""
-
-    limits: SchedulerLimits
-
-    def __init__(
-        self, rng: random.Random, num_blocks: int, block_size: int, depth: int
-    ) -> None:
-        super().__init__(num_blocks, block_size, depth)
-        self._rng = rng
-        self._launch_failure_rate = rng.choice([0.0, 0.0, 0.05, 0.2])
-        self._draw_failure_rate = rng.choice([0.0, 0.0, 0.15])
-
-    def has_ended(self) -> bool:
-        return self._rng.random() < 0.6
-
-    def launch(self, step: StepInput) -> _ShadowStep:
-        if self._rng.random() < self._launch_failure_rate / len(step.query_lens):
-            raise StepFailed(FAULT)
-        max_rows = self.limits.max_num_seqs + self.limits.max_proposals
-        assert len(step.query_lens) <= max_rows
-        assert len(step.token_ids) <= self.limits.max_num_batched_tokens
-        launched = super().launch(step)
-        if step.is_masked and self._rng.random() < self._draw_failure_rate / len(
-            step.query_lens
-        ):
-            launched.draw = self._fail_draw  # type: ignore[method-assign]
-        return launched
-
-    def _fail_draw(self, masks: Int32s) -> None:
-        step = self.in_flight.pop()
-        assert not self.in_flight, "the previous step has ended"
-        self.execute(step.step, None)
-        raise StepFailed(FAULT)
-
-
-class _SlowCompiler:
-    """A grammar compiler that delays half of the grammars."""
-
-    def __init__(self, rng: random.Random, compiler: GrammarCompiler) -> None:
-        self._rng = rng
-        self._compiler = compiler
-        self._open: list[tuple[Future[CompiledGrammar], Grammar]] = []
-        self.new_state = compiler.new_state
-        self.on_compiled = compiler.on_compiled
-        self.vocab_size = compiler.vocab_size
-
-    def compile(self, grammar: Grammar, nbytes: int = 0) -> Future[CompiledGrammar]:
-        if self._rng.random() < 0.5:
-            return self._compiler.compile(grammar, nbytes)
-        self._open.append((Future(), grammar))
-        return self._open[-1][0]
-
-    def advance(self, *, to_end: bool = False) -> None:
-        for entry in list(self._open):
-            if to_end or self._rng.random() < 0.3:
-                self._open.remove(entry)
-                future, grammar = entry
-                future.set_result(self._compiler.compile(grammar).result())
-
-
 class _Mixture:
     """One random workload, and the engine that runs it."""
 
@@ -173,7 +106,7 @@ class _Mixture:
         self.max_num_seqs = rng.choice([1, 2, 3, 4, 8])
         self.policy = rng.choice(["recompute", "recompute", "fail"])
         self.quarantine_timeout_s = rng.choice([0.0, 0.0, 1e9])
-        self.executor = _FailingExecutor(rng, num_blocks, size, rng.randint(0, 1))
+        self.executor = FailingExecutor(rng, num_blocks, size, rng.randint(0, 1))
         self.content: dict[str, list[int]] = {}  # the tokens of each lease
         self.coordinator = FakeCoordinator(
             rng, size, self.content, self._write, self._state_of
@@ -191,9 +124,10 @@ class _Mixture:
             max_model_len=self.max_len,
             prefix_caching=rng.random() < 0.8,
             drafters=self._random_drafters(),
+            policy=VerifyEverything(),
         )
         self.executor.limits = self.core.scheduler.limits
-        self.grammars: Any = _SlowCompiler(rng, compiler)
+        self.grammars: Any = SlowCompiler(rng, compiler)
         self.core.grammars.compiler = self.grammars
         self.compiler = compiler
         self.requests: dict[str, AddRequest] = {}

@@ -17,7 +17,7 @@ from engine.speculation.speculator import Speculator
 from protocol.messages import AddRequest, SamplingParams, TokenLogprobs
 from tests.model.random_models import make
 from tests.model.test_against_transformers import CASES
-from tests.rigs.drafters import RandomDrafter
+from tests.rigs.drafters import RandomDrafter, VerifyEverything
 from tests.rigs.engine_pair import RealPair
 from tests.rigs.engines import Engine
 from tests.rigs.shadow import MemoryTransport, add
@@ -101,7 +101,7 @@ def _use_drafter(engine: Engine, share_right: float, results: _Results) -> None:
     rng = random.Random(11)
     drafter = RandomDrafter(share_right, rng, next_token, VOCAB_SIZE)
     limits = replace(engine.core.scheduler.limits, max_proposals=16)
-    engine.core.speculator = Speculator(limits, [drafter])
+    engine.core.speculator = Speculator(limits, [drafter], policy=VerifyEverything())
 
 
 def _stop_using_drafters(engine: Engine) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.groups import KVGroups
 from protocol.messages import SamplingParams
-from tests.rigs.drafters import FailingDrafter, RandomDrafter
+from tests.rigs.drafters import FailingDrafter, RandomDrafter, VerifyEverything
 from tests.rigs.shadow import (
     add,
     assert_all_blocks_free,
@@ -28,7 +28,9 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 def test_right_proposals_save_steps_and_are_counted(depth):
     drafter = RandomDrafter(1.0, random.Random(1))
-    core, executor, out = make_core(depth=depth, drafters=[drafter])
+    core, executor, out = make_core(
+        depth=depth, drafters=[drafter], policy=VerifyEverything()
+    )
     run_until_idle(core, add("a", PROMPT, 40))
     assert out.tokens("a") == expected_output(PROMPT, 40)
     assert executor.num_steps < 25
@@ -43,7 +45,7 @@ def test_right_proposals_save_steps_and_are_counted(depth):
 
 def test_wrong_proposals_change_nothing_and_are_counted(depth):
     drafter = RandomDrafter(0.0, random.Random(2))
-    core, _, out = make_core(depth=depth, drafters=[drafter])
+    core, _, out = make_core(depth=depth, drafters=[drafter], policy=VerifyEverything())
     run_until_idle(core, add("a", PROMPT, 20))
     assert out.tokens("a") == expected_output(PROMPT, 20)
     (end,) = out.terminals("a")
@@ -57,7 +59,9 @@ def test_stop_token_inside_an_accepted_run_ends_the_output(depth):
     for position in range(2, 12):
         stop = full[position]
         core, _, out = make_core(
-            depth=depth, drafters=[RandomDrafter(1.0, random.Random(position))]
+            depth=depth,
+            drafters=[RandomDrafter(1.0, random.Random(position))],
+            policy=VerifyEverything(),
         )
         run_until_idle(core, add("a", PROMPT, 30, stop_token_ids=[stop]))
         assert out.tokens("a") == full[: full.index(stop) + 1]
@@ -68,7 +72,9 @@ def test_stop_token_inside_an_accepted_run_ends_the_output(depth):
 def test_drafter_that_raises_is_turned_off_and_no_request_notices(depth, caplog):
     failing = FailingDrafter()
     working = RandomDrafter(1.0, random.Random(3))
-    core, executor, out = make_core(depth=depth, drafters=[failing, working])
+    core, executor, out = make_core(
+        depth=depth, drafters=[failing, working], policy=VerifyEverything()
+    )
     run_until_idle(core, add("a", PROMPT, 20))
     assert out.tokens("a") == expected_output(PROMPT, 20)
     assert failing.num_calls == 1
@@ -82,7 +88,11 @@ def test_proposals_preempt_no_sequence(depth):
     """The pool has just enough blocks for both sequences without proposals."""
     drafter = RandomDrafter(1.0, random.Random(4))
     core, _, out = make_core(
-        depth=depth, num_blocks=13, block_size=4, drafters=[drafter]
+        depth=depth,
+        num_blocks=13,
+        block_size=4,
+        drafters=[drafter],
+        policy=VerifyEverything(),
     )
     run_until_idle(core, add("a", PROMPT, 14), add("b", PROMPT[::-1], 14))
     assert out.tokens("a") == expected_output(PROMPT, 14)
@@ -92,7 +102,9 @@ def test_proposals_preempt_no_sequence(depth):
 
 def test_accepted_tokens_are_found_in_the_prefix_cache_afterwards(depth):
     drafter = RandomDrafter(0.7, random.Random(5))
-    core, _, out = make_core(depth=depth, num_blocks=64, drafters=[drafter])
+    core, _, out = make_core(
+        depth=depth, num_blocks=64, drafters=[drafter], policy=VerifyEverything()
+    )
     run_until_idle(core, add("a", PROMPT, 22))
     conversation = [*PROMPT, *out.tokens("a")]
     run_until_idle(core, add("b", [*conversation, 7], 8))
@@ -112,7 +124,11 @@ def test_windows_are_right_after_rejected_proposals(depth, seed):
 
     drafter = RandomDrafter(0.7, rng, right_token)
     core, _, out = make_core(
-        depth=depth, num_blocks=64, groups=groups, drafters=[drafter]
+        depth=depth,
+        num_blocks=64,
+        groups=groups,
+        drafters=[drafter],
+        policy=VerifyEverything(),
     )
     run_until_idle(core, add("a", PROMPT, 30, num_choices=2), add("b", PROMPT[3:], 30))
     for choice in range(2):
@@ -126,7 +142,9 @@ def test_windows_are_right_after_rejected_proposals(depth, seed):
 def test_penalties_count_the_tokens_that_were_kept(depth, share_right):
     """The executor asserts that each draw's penalties have counted its context."""
     drafter = RandomDrafter(share_right, random.Random(6))
-    core, _, out = make_core(depth=depth, num_blocks=64, drafters=[drafter])
+    core, _, out = make_core(
+        depth=depth, num_blocks=64, drafters=[drafter], policy=VerifyEverything()
+    )
     sampling = SamplingParams(presence_penalty=0.5, min_tokens=5)
     stop = [1, 2, 3]
     request = add("a", PROMPT, 40, sampling, stop_token_ids=stop, num_choices=2)

@@ -1,0 +1,228 @@
+"""Measured durations of decode steps with one number of streams, with and without
+proposals.
+
+A stream is a sequence that decodes. A row is a position that a step computes: each
+stream has one, and each proposed token one more. The duration of a step with proposals
+is stored relative to one without (its slowdown), because both grow with the contexts.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# A duration of steps without proposals is the median of this many steps at first.
+MIN_PLAIN_STEPS: Final = 3
+# After this many steps with proposals, one without is measured again; at first earlier,
+# after so many for each that was measured.
+PLAIN_INTERVAL: Final = 64
+_FIRST_PLAIN_INTERVAL: Final = 8
+# Measurements expire after this many steps of the engine, because contexts change.
+MAX_AGE_STEPS: Final = 2_000
+# A new measurement counts at least this much.
+_MIN_WEIGHT: Final = 1 / 12
+# The relative noise of a measurement. Numbers of proposals that were measured seldom
+# are preferred accordingly, because they may be better than they look.
+_NOISE: Final = 0.1
+# A step that differs by more than this share may show that durations have changed, such
+# as when long contexts have ended. Steps without proposals are then measured.
+_MAX_DEVIATION: Final = 0.25
+# Deviating steps with proposals in a row before that.
+_MAX_DEVIATING_STEPS: Final = 2
+# A step counts as at most this many times its expected duration, because other work of
+# the machine may have interrupted it.
+_OUTLIER: Final = 2.0
+# The rows of a step exceed those of all measured steps by at most this factor.
+_MAX_GROWTH: Final = 1.5
+_SIGNIFICANT_BITS: Final = 5
+
+
+def rounded_up(number: int) -> int:
+    """Returns the number, rounded up to five significant bits. Counts of streams and of
+    proposals that round to the same number share measurements."""
+    shift = max(0, (number - 1).bit_length() - _SIGNIFICANT_BITS)
+    return -(-number >> shift) << shift
+
+
+def _rounded_numbers(maximum: int) -> Ints:
+    """Returns the numbers from 1 to `maximum` that `rounded_up` returns."""
+    numbers = [1]
+    while numbers[-1] < maximum:
+        numbers.append(rounded_up(numbers[-1] + 1))
+    return np.array(numbers)
+
+
+# The numbers of proposals of a step that are distinguished.
+NUMBERS: Final = _rounded_numbers(2**20)
+
+
+class MovingMean:
+    """A mean in which later values count more.
+
+    Attributes:
+        step: the step of the latest value.
+    """
+
+    def __init__(self, value: float, num_values: int, step: int) -> None:
+        self.value = value
+        self.num_values = num_values
+        self.step = step
+
+    def add(self, value: float, step: int) -> None:
+        self.num_values += 1
+        weight = max(1 / self.num_values, _MIN_WEIGHT)
+        self.value += weight * (value - self.value)
+        self.step = step
+
+    def has_expired(self, step: int) -> bool:
+        return step - self.step > MAX_AGE_STEPS
+
+    def deviates(self, value: float) -> bool:
+        return abs(value - self.value) > _MAX_DEVIATION * self.value
+
+
+class Estimates(NamedTuple):
+    """Durations relative to those of steps without proposals, one for each of NUMBERS.
+
+    Attributes:
+        expected: the expected slowdowns. Where nothing was measured, the least that are
+            likely.
+        hoped: the least slowdowns that are likely: somewhat less than the expected ones
+            where few steps were measured.
+        largest: the largest possible slowdowns, apart from noise.
+        is_measured: whether steps with this number of proposals were measured.
+    """
+
+    expected: Floats
+    hoped: Floats
+    largest: Floats
+    is_measured: NDArray[np.bool_]
+
+
+class BatchTimes:
+    """The durations of steps with `num_streams` streams. Steps are numbered over all
+    numbers of streams."""
+
+    def __init__(self, num_streams: int) -> None:
+        self._num_streams = num_streams
+        self._plain: MovingMean | None = None
+        # The latest steps without proposals, if their durations deviate from the mean
+        # or if there is none.
+        self._unconfirmed: list[float] = []
+        self._num_since_plain = 0  # steps with proposals since the latest plain one
+        self._num_deviating = 0  # the latest steps with proposals, if they deviate
+        self._slowdowns: dict[int, MovingMean] = {}  # by index in NUMBERS
+        self._estimates: Estimates | None = None  # None after a change
+
+    @property
+    def plain_s(self) -> float | None:
+        """The duration of a step without proposals in seconds; None if unknown."""
+        return None if self._plain is None else self._plain.value
+
+    def needs_plain_step(self, step: int) -> bool:
+        """Whether the next step must have no proposals, so that it can be measured."""
+        if self._plain is None or self._plain.has_expired(step):
+            return True
+        interval = min(PLAIN_INTERVAL, _FIRST_PLAIN_INTERVAL * self._plain.num_values)
+        return (
+            bool(self._unconfirmed)
+            or self._num_deviating >= _MAX_DEVIATING_STEPS
+            or self._num_since_plain >= interval
+        )
+
+    def add_plain(self, seconds: float, step: int) -> None:
+        """Records a step without proposals."""
+        self._num_since_plain = 0
+        self._num_deviating = 0
+        self._drop_expired(step)
+        if self._plain is not None and not self._plain.deviates(seconds):
+            self._plain.add(seconds, step)
+            self._unconfirmed.clear()
+            return
+        self._unconfirmed.append(seconds)
+        if len(self._unconfirmed) == MIN_PLAIN_STEPS:
+            median = sorted(self._unconfirmed)[MIN_PLAIN_STEPS // 2]
+            self._plain = MovingMean(median, MIN_PLAIN_STEPS, step)
+            self._unconfirmed.clear()
+
+    def add_slowdown(self, num_proposals: int, slowdown: float, step: int) -> None:
+        """Records the duration of a step with proposals, relative to one without."""
+        self._num_since_plain += 1
+        index = int(np.searchsorted(NUMBERS, num_proposals))
+        mean = self._slowdowns.get(index)
+        if mean is None:
+            self._slowdowns[index] = MovingMean(slowdown, 1, step)
+        else:
+            self._num_deviating += 1
+            if not mean.deviates(slowdown):
+                self._num_deviating = 0
+            mean.add(slowdown, step)
+        self._estimates = None
+
+    def _drop_expired(self, step: int) -> None:
+        if self._plain is not None and self._plain.has_expired(step):
+            self._plain = None
+        for index, mean in list(self._slowdowns.items()):
+            if mean.has_expired(step):
+                del self._slowdowns[index]
+                self._estimates = None
+
+    def without_outlier(self, num_proposals: int, slowdown: float) -> float:
+        """Returns `slowdown`, or the largest one that is credible if that is less."""
+        largest = 1.0
+        if num_proposals:
+            index = np.searchsorted(NUMBERS, num_proposals)
+            largest = float(self.estimates.largest[index])
+        return min(slowdown, _OUTLIER * largest)
+
+    @property
+    def max_proposals(self) -> int:
+        """The largest number of proposals of the next step."""
+        last = 0
+        if self._slowdowns:
+            last = int(NUMBERS[max(self._slowdowns)])
+        max_rows = int(_MAX_GROWTH * (self._num_streams + last))
+        return max(last + 1, max_rows - self._num_streams)
+
+    @property
+    def estimates(self) -> Estimates:
+        if self._estimates is None:
+            self._estimates = self._estimate()
+        return self._estimates
+
+    def _estimate(self) -> Estimates:
+        """Estimates all slowdowns.
+
+        Between two measured numbers of proposals, the slowdown is interpolated, and the
+        largest is that of the greater number. Beyond the last one, the slowdown
+        continues with the slope from the first to the last, because a step without
+        proposals lacks what a verification costs once. The largest is then proportional
+        to the rows: a step does some work once for all rows, so it cannot be more.
+        """
+        indexes = np.array(sorted(self._slowdowns), dtype=np.int64)
+        means = [self._slowdowns[index] for index in indexes.tolist()]
+        numbers = np.array([0, *NUMBERS[indexes].tolist()])
+        values = np.array([1.0, *(mean.value for mean in means)])
+        noise = np.array([0.0, *(_NOISE / mean.num_values**0.5 for mean in means)])
+        lowest = values * (1 - noise)
+        slope = 0.0
+        if len(means) > 1:
+            rise = float(lowest[-1] - values[1] * (1 + noise[1]))
+            slope = max(0.0, rise / float(numbers[-1] - numbers[1]))
+        beyond = np.maximum(NUMBERS - numbers[-1], 0)
+        growth = 1 + beyond / (self._num_streams + numbers[-1])
+        next_index = np.minimum(np.searchsorted(numbers, NUMBERS), len(means))
+        hoped = np.interp(NUMBERS, numbers, lowest) + slope * beyond
+        expected = hoped.copy()
+        expected[indexes] = values[1:]
+        is_measured = np.zeros(len(NUMBERS), dtype=np.bool_)
+        is_measured[indexes] = True
+        return Estimates(
+            expected=expected,
+            hoped=hoped,
+            largest=values[next_index] * growth,
+            is_measured=is_measured,
+        )

@@ -17,8 +17,8 @@ from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-# Limit of the self-tests of kernels for mixtures of experts: twice the relative error
-# that 16 bits cause in the kernels and in the reference together.
+# Limit of the self-tests of kernels for few rows and for mixtures of experts: twice the
+# relative error that 16 bits cause in the latter and in their reference together.
 _MAX_DEVIATION: Final = 0.02
 # The result of `passes_self_test` for each kind of layer.
 _self_test_results: dict[tuple[object, ...], bool] = {}
@@ -35,6 +35,14 @@ def kernels() -> Any:
     from model import fused_kernels
 
     return fused_kernels
+
+
+@functools.cache
+def few_rows() -> Any:
+    """Returns the module kernels.few_rows; see `kernels` for the late import."""
+    from model.kernels import few_rows as few_rows_kernels
+
+    return few_rows_kernels
 
 
 @functools.cache
@@ -97,7 +105,7 @@ def find_flaw(compute_deviations: Callable[[], Tensor], max_deviation: float) ->
 def passes_self_test(
     kind: tuple[object, ...], message: str, compute_deviations: Callable[[], Tensor]
 ) -> bool:
-    """Returns whether kernels for mixtures of experts pass their self-test.
+    """Returns whether the kernels of a kind of layer pass their self-test.
 
     The self-test runs once for each kind of layer.
 

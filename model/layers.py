@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model import fused_ops
 from model.config import ModelConfig
+from model.few_rows import FewRowsProduct
 from model.parallel import Parallel
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, concatenated, map_weight
@@ -67,14 +68,11 @@ class Linear:
         if self.is_packed:
             self.weight = _mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
         self.bias = bias
-        is_fused = fused_ops.is_supported(weight.device, weight.dtype)
-        # Whether a kernel can multiply a single row by this weight.
-        self.has_one_row_kernel = is_fused and products.has_one_row_kernel(weight)
+        self.few_rows = FewRowsProduct(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.has_one_row_kernel and len(x) == 1:
-            result: Tensor = fused_ops.kernels().one_row(x, self.weight, bias=self.bias)
-            return result
+        if len(x) in self.few_rows.row_counts:
+            return self.few_rows(x, bias=self.bias)
         if self.is_packed:
             rows = x.shape[0]
             granularity = 1 << max(0, rows.bit_length() - _SIGNIFICANT_ROW_BITS)
@@ -123,18 +121,17 @@ class RowParallelLinear:
 
     def _add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Adds the product and the bias to the residual of a single rank in place."""
-        if self._product.has_one_row_kernel and len(x) == 1:
-            return fused_ops.kernels().one_row(  # type: ignore[no-any-return]
-                x, self.weight, bias=self._bias, residual=residual
-            )
+        few_rows = self._product.few_rows
+        if len(x) in few_rows.row_counts:
+            return few_rows(x, bias=self._bias, residual=residual)
         self.add_share(x, residual)
         return residual if self._bias is None else residual.add_(self._bias)
 
     def add_share(self, x: Tensor, out: Tensor) -> None:
         """Adds this rank's part of the sum, without the bias, to `out` [T, out] in
         place."""
-        if self._product.has_one_row_kernel and len(x) == 1:
-            fused_ops.kernels().one_row(x, self.weight, residual=out)
+        if len(x) in self._product.few_rows.row_counts:
+            self._product.few_rows(x, residual=out)
         elif self._weight_t is not None:
             out.addmm_(x, self._weight_t)
         elif isinstance(self.weight, Quantized):
@@ -254,18 +251,13 @@ class Columns:
         self._is_fused = self._joined is not None and fused_ops.is_supported(
             first.device, first.dtype
         )
-        # Whether there are kernels for the joined matrix. Only the kernel for one row
-        # without a gate adds a bias.
-        self._has_one_row_kernel = False
-        self._has_gated_one_row_kernel = False
+        # Gated kernels for the joined matrix, which add no bias.
+        self._gated_few_rows: FewRowsProduct | None = None
         self._has_gated_rows_kernel = False
-        if self._is_fused and self._joined is not None:
-            self._has_one_row_kernel = self._joined.has_one_row_kernel
         if self._is_fused and self._joined is not None and self._joined.bias is None:
             matrix = self._joined.weight
-            self._has_gated_one_row_kernel = products.has_one_row_kernel(
-                matrix, gated=True
-            )
+            if len(self._sizes) == 2:
+                self._gated_few_rows = FewRowsProduct(matrix, gated=True)
             self._has_gated_rows_kernel = isinstance(
                 matrix, Tensor
             ) and fused_ops.kernels().has_gated_rows_kernel(matrix)
@@ -281,9 +273,10 @@ class Columns:
             gate, up = self(x, norm)
             return gated(gate, up, activation)
         assert self._joined is not None
+        few_rows = self._gated_few_rows
         if norm is not None:
-            if self._has_gated_one_row_kernel and x.shape[0] == 1:
-                return self._one_row(x, norm, gated=True)
+            if few_rows is not None and len(x) in few_rows.row_counts:
+                return few_rows(x, norm=norm.weight, eps=norm.eps)
             x = norm(x)
         if (
             self._has_gated_rows_kernel
@@ -300,25 +293,16 @@ class Columns:
         The results may be views of one tensor.
         """
         if norm is not None:
-            if self._has_one_row_kernel and x.shape[0] == 1:
-                joined_out = self._one_row(x, norm)
+            joined = self._joined
+            if joined is not None and len(x) in joined.few_rows.row_counts:
+                joined_out = joined.few_rows(
+                    x, bias=joined.bias, norm=norm.weight, eps=norm.eps
+                )
                 return torch.split_with_sizes(joined_out, self._sizes, dim=-1)
             x = norm(x)
         if self._joined is None:
             return tuple(part(x) for part in self._parts)
         return torch.split_with_sizes(self._joined(x), self._sizes, dim=-1)
-
-    def _one_row(self, x: Tensor, norm: RMSNorm, *, gated: bool = False) -> Tensor:
-        assert self._joined is not None
-        out: Tensor = fused_ops.kernels().one_row(
-            x,
-            self._joined.weight,
-            bias=self._joined.bias,
-            norm=norm.weight,
-            eps=norm.eps,
-            gated=gated,
-        )
-        return out
 
 
 def _concatenate(parts: list[Linear], *, pack: bool) -> Linear | None:

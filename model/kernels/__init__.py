@@ -1,1 +1,4 @@
-"""Triton kernels for mixtures of experts. `fused_ops` decides where they are used."""
+"""Triton kernels for mixtures of experts and for products of few rows.
+
+`fused_ops` decides where they are used.
+"""

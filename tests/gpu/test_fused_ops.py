@@ -113,6 +113,34 @@ def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
         assert_close(plain, x.float() @ weight.float().t())
 
 
+@pytest.mark.parametrize("rows", [2, 5, 8, 16])
+@pytest.mark.parametrize(
+    ("num_out", "width"), [(6144, 4096), (4096, 14336), (512, 384)]
+)
+def test_consecutive_products_of_few_rows_read_complete_results(num_out, width, rows):
+    """As above, with 2 to 16 rows. The first rows do not depend on the others."""
+    kernels = fused_ops.few_rows()
+    weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
+    back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
+    norm = torch.randn(width, **BF16)
+    x = torch.randn(16, width, **BF16)
+    few = x[:rows].clone()
+    assert kernels.has_kernel(weights[0], gated=True)
+    assert kernels.has_kernel(back)
+    for weight in weights * 3:
+        normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
+        gate, up = (normed @ weight.float().t()).chunk(2, dim=1)
+        expected = x.float() + (F.silu(gate) * up) @ back.float().t()
+        for part in (x, few):
+            gated = kernels.few_rows(part, weight, norm=norm, eps=1e-5, gated=True)
+            assert kernels.few_rows(gated, back, residual=part) is part
+        assert_close(x, expected)
+        assert torch.equal(few, x[:rows])
+        plain = kernels.few_rows(few, weight, norm=norm, eps=1e-5)
+        normed = F.rms_norm(few.float(), (width,), norm.float(), 1e-5)
+        assert_close(plain, normed @ weight.float().t())
+
+
 @pytest.mark.parametrize("order", ["BHLCND", "LCBNHD"])
 @pytest.mark.parametrize(
     ("num_q", "num_kv", "dim"), [(32, 8, 128), (3, 1, 64), (20, 10, 256), (0, 9, 64)]

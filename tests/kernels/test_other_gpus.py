@@ -50,6 +50,7 @@ def test_kernels_compile_and_fit(capability):
     }
     assert compiled >= required
     assert ("_grouped" in compiled) == (capability == 90)
+    assert ("_few_rows" in compiled) == (capability == 90)
     assert ("_widen" in compiled) == (capability >= 89)
 
 
@@ -146,6 +147,13 @@ def _launch_model_kernels(dtype, capability) -> None:
     if capability == 90:
         fused_kernels._num_programs = lambda device: 132
         fused_kernels.gated_rows(x, weight)
+        few_rows = importlib.import_module("model.kernels.few_rows")
+        few_rows.few_rows(x, weight, norm=norm, eps=1e-6, gated=True)
+        few_rows.few_rows(x, weight, norm=norm, eps=1e-6)
+        out = few_rows.few_rows(x, weight)
+        few_rows.few_rows(x, weight, residual=out)
+        for tile in few_rows._TILES.values():
+            few_rows.few_rows(x, weight, residual=out, tile=tile)
         gate_up = torch.zeros(4, 512, 512, dtype=dtype)
         down = torch.zeros(4, 512, 256, dtype=dtype)
         weights = torch.zeros(3, 2)

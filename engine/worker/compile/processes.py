@@ -21,6 +21,7 @@ KERNEL_MODULES = (
     "attention.kernels.dcp",
     "attention.kernels.sinks",
     "model.fused_kernels",
+    "model.kernels.few_rows",
     "model.quantization.kernels",
     "model.kernels.choice",
     "model.kernels.experts",

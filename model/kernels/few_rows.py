@@ -30,8 +30,8 @@ _MIN_DEPTH: Final = 64
 _MIN_PROGRAMS: Final = 64
 # Limit of the numbers of programs that share their columns with other programs.
 _MAX_COUNTERS: Final = 1024
-# A matrix with more rows is the head of a model.
-_MIN_HEAD_ROWS: Final = 1 << 16
+# A matrix with more rows is the head of a model, which cuBLAS multiplies as fast.
+_MAX_MATRIX_ROWS: Final = 1 << 16
 _PREFETCH_PTX: Final = "cp.async.bulk.prefetch.L2.global [$1], {}; mov.u32 $0, 0;"
 
 
@@ -58,11 +58,10 @@ class Tile(NamedTuple):
 
 # The fastest of the tiles that were measured on an H200, for each kind of matrix.
 _TILES: Final = {
-    "gated": Tile(columns=32, depth=128, stages=5, warps=4, prefetch=512),
-    "head": Tile(columns=64, depth=128, stages=5, warps=4, prefetch=512),
-    "wide": Tile(columns=32, depth=256, stages=4, warps=4, prefetch=1024),
-    "square": Tile(columns=32, depth=256, stages=4, warps=4, prefetch=1024),
-    "deep": Tile(columns=32, depth=256, stages=4, warps=4, prefetch=1024),
+    "gated": Tile(columns=64, depth=128, stages=4, warps=8),
+    "wide": Tile(columns=64, depth=256, stages=4, warps=4, prefetch=1024),
+    "square": Tile(columns=64, depth=256, stages=4, warps=4, split=2),
+    "deep": Tile(columns=32, depth=256, stages=6, warps=4),
 }
 
 
@@ -167,11 +166,12 @@ def has_kernel(weight: Tensor, *, gated: bool = False) -> bool:
     """Returns whether `few_rows` can multiply by the matrix [out, in], which is on a
     GPU.
 
-    True only on a Hopper GPU, for a contiguous matrix of whole tiles.
+    True only on a Hopper GPU, for a contiguous matrix of whole tiles that is not the
+    head of a model.
     """
     num_out = weight.shape[0] >> gated
     width = weight.shape[1]
-    if num_out % _MIN_COLUMNS or width % _MIN_DEPTH:
+    if num_out % _MIN_COLUMNS or width % _MIN_DEPTH or num_out > _MAX_MATRIX_ROWS:
         return False
     is_hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
     return is_hopper and weight.is_contiguous()
@@ -185,8 +185,6 @@ def tile_for(num_out: int, width: int, *, gated: bool, normed: bool) -> Tile:
     """
     if gated:
         kind = "gated"
-    elif num_out > _MIN_HEAD_ROWS:
-        kind = "head"
     elif width > 2 * num_out:
         kind = "deep"
     elif num_out > width:

@@ -84,6 +84,14 @@ class MovingMean:
         return abs(value - self.value) > _MAX_DEVIATION * self.value
 
 
+def _with(mean: MovingMean | None, value: float, step: int) -> MovingMean:
+    """Returns the mean with one more value."""
+    if mean is None:
+        return MovingMean(value, 1, step)
+    mean.add(value, step)
+    return mean
+
+
 class Estimates(NamedTuple):
     """Durations relative to those of steps without proposals, one for each of NUMBERS.
 
@@ -115,6 +123,7 @@ class BatchTimes:
         self._num_since_plain = 0  # steps with proposals since the latest plain one
         self._num_deviating = 0  # the latest steps with proposals, if they deviate
         self._slowdowns: dict[int, MovingMean] = {}  # by index in NUMBERS
+        self._after_proposals: MovingMean | None = None
         self._estimates: Estimates | None = None  # None after a change
 
     @property
@@ -148,19 +157,29 @@ class BatchTimes:
             self._plain = MovingMean(median, MIN_PLAIN_STEPS, step)
             self._unconfirmed.clear()
 
-    def add_slowdown(self, num_proposals: int, slowdown: float, step: int) -> None:
-        """Records the duration of a step with proposals, relative to one without."""
+    def add_slowdown(self, num_proposals: int, slowdown: float, step: int) -> float:
+        """Records the duration of a step relative to one without proposals: of a step
+        with proposals, or (`num_proposals` 0) of the one after it.
+
+        Returns:
+            The mean of such steps, at least 1, because more rows never take less time.
+        """
+        if not num_proposals:
+            slowdown = min(slowdown, _OUTLIER)
+            self._after_proposals = _with(self._after_proposals, slowdown, step)
+            return max(1.0, self._after_proposals.value)
         self._num_since_plain += 1
         index = int(np.searchsorted(NUMBERS, num_proposals))
+        slowdown = min(slowdown, _OUTLIER * float(self.estimates.largest[index]))
         mean = self._slowdowns.get(index)
-        if mean is None:
-            self._slowdowns[index] = MovingMean(slowdown, 1, step)
-        else:
+        if mean is not None and mean.deviates(slowdown):
             self._num_deviating += 1
-            if not mean.deviates(slowdown):
-                self._num_deviating = 0
-            mean.add(slowdown, step)
+        else:
+            self._num_deviating = 0
+        mean = _with(mean, slowdown, step)
+        self._slowdowns[index] = mean
         self._estimates = None
+        return max(1.0, mean.value)
 
     def _drop_expired(self, step: int) -> None:
         if self._plain is not None and self._plain.has_expired(step):
@@ -169,14 +188,6 @@ class BatchTimes:
             if mean.has_expired(step):
                 del self._slowdowns[index]
                 self._estimates = None
-
-    def without_outlier(self, num_proposals: int, slowdown: float) -> float:
-        """Returns `slowdown`, or the largest one that is credible if that is less."""
-        largest = 1.0
-        if num_proposals:
-            index = np.searchsorted(NUMBERS, num_proposals)
-            largest = float(self.estimates.largest[index])
-        return min(slowdown, _OUTLIER * largest)
 
     @property
     def max_proposals(self) -> int:
@@ -205,9 +216,9 @@ class BatchTimes:
         indexes = np.array(sorted(self._slowdowns), dtype=np.int64)
         means = [self._slowdowns[index] for index in indexes.tolist()]
         numbers = np.array([0, *NUMBERS[indexes].tolist()])
-        values = np.array([1.0, *(mean.value for mean in means)])
+        values = np.array([1.0, *(max(1.0, mean.value) for mean in means)])
         noise = np.array([0.0, *(_NOISE / mean.num_values**0.5 for mean in means)])
-        lowest = values * (1 - noise)
+        lowest = np.maximum(values * (1 - noise), 1)
         slope = 0.0
         if len(means) > 1:
             rise = float(lowest[-1] - values[1] * (1 + noise[1]))

@@ -19,17 +19,14 @@ import numpy as np
 
 from engine.speculation.batch_times import NUMBERS, BatchTimes, Floats, Ints, rounded_up
 
-# The largest number of proposals for one sequence in a step. Of 16 tokens that are each
-# accepted with probability 0.9, the last one is reached in 21 % of the steps.
-MAX_PROPOSALS: Final = 16
 # Speculation that gains less is not worth the uncertainty of the measurements.
 MIN_GAIN: Final = 0.03
 # The share of the time in decode steps that speculation may lose: half of the 2 % that
 # users are promised. The other half is for errors of the measured durations.
 MAX_LOSS: Final = 0.01
-# An account begins with this credit, so that a first step with proposals needs not wait
-# (in steps without proposals).
-START_CREDIT_STEPS: Final = 2.0
+# An account begins with this credit, in steps without proposals. It suffices for one
+# proposal for a single stream, which may double the duration of a step.
+START_CREDIT_STEPS: Final = 1.0
 # Credit for later losses is limited to what MAX_LOSS gives in 1,000 steps.
 MAX_CREDIT_STEPS: Final = 1_000 * MAX_LOSS
 # While speculation does not pay, one of this many steps may be a probe.
@@ -180,9 +177,9 @@ class _Batch:
         times: the durations of these steps.
         credit: the time that speculation may still lose, in steps without proposals.
             Each step adds MAX_LOSS. A step with proposals adds the steps that its
-            tokens would have taken without, less the time that it took. So in any n
-            steps, the sum of all losses is at most MAX_CREDIT_STEPS + n * MAX_LOSS, and
-            what the last step lost more than there was.
+            tokens would have taken without, less the time that it took. Nothing is
+            proposed while it is negative. So in any n steps, speculation loses at most
+            MAX_CREDIT_STEPS + MAX_LOSS * n, and what one step loses.
     """
 
     def __init__(self, num_streams: int) -> None:
@@ -196,9 +193,7 @@ class _Batch:
         plain_s = self.times.plain_s
         if plain_s is None:
             return
-        slowdown = self.times.without_outlier(num_proposals, seconds / plain_s)
-        if num_proposals:
-            self.times.add_slowdown(num_proposals, slowdown, step)
+        slowdown = self.times.add_slowdown(num_proposals, seconds / plain_s, step)
         self.add_credit(tokens_per_stream - slowdown)
 
     def add_credit(self, num_steps: float) -> None:

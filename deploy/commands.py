@@ -143,6 +143,7 @@ def server_argv(
     group_options = _options_of_group(group)
     server_class = SETTINGS_BY_PROGRAM[f"baton {kind}"]
     shared_options = group_options & server_class.model_fields.keys()
+    cluster_options = {*ModelOptions.model_fields, "speculate"}
     threads = group.threads or default_threads(settings, cores=cores, tp=group.tp)
     limits = (
         "max_body_bytes",
@@ -152,7 +153,7 @@ def server_argv(
         "shutdown_grace_s",
     )
     return [
-        *_changed_options(settings, ModelOptions.model_fields.keys() - group_options),
+        *_changed_options(settings, cluster_options - group_options),
         *_changed_options(group, shared_options - {"threads", "devices"}),
         f"--host={host}",
         "--port=0",
@@ -171,9 +172,10 @@ def _options_of_group(group: BaseModel) -> set[str]:
     """Returns the names of the options that servers take from the group.
 
     The group's value may be its default. Servers take the other options from the
-    cluster, including `device` and `dtype` if the group has None.
+    cluster, including `device`, `dtype` and `speculate` if the group has None.
     """
-    inherited = {name for name in ("device", "dtype") if getattr(group, name) is None}
+    shared_options = ("device", "dtype", "speculate")
+    inherited = {name for name in shared_options if getattr(group, name) is None}
     return type(group).model_fields.keys() - inherited
 
 

@@ -111,9 +111,12 @@ def _check_json_object(text: str | None) -> str | None:
     return text
 
 
-def _check_speculation(text: str | None) -> str | None:
+def _check_speculation(text: str) -> str:
     parse_speculation(text)
     return text
+
+
+Speculate = Annotated[str, AfterValidator(_check_speculation)]
 
 
 class ModelOptions(LogOptions, ModelName):
@@ -281,7 +284,7 @@ class EngineOptions(GeometryOptions):
     """
     enable_prefix_caching: bool = True
     """reuse the KV of prompt prefixes that requests share"""
-    speculate: Annotated[str | None, AfterValidator(_check_speculation)] = None
+    speculate: Speculate | None = None
     """propose tokens to streams, and verify several of them in one step. It changes no
     token. ngram:8: propose what followed the last tokens earlier in the prompt or the
     answer, at most 8 tokens; off: propose nothing (None: propose only the `prediction`

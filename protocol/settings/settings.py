@@ -41,6 +41,7 @@ from protocol.settings.options import (
     Port,
     PrefillOptions,
     Seconds,
+    Speculate,
     Threads,
     TransferOptions,
 )
@@ -342,6 +343,9 @@ class UpSettings(LocalSettings, DisaggregationOptions):
     """the prefill servers"""
     decode: DecodeGroup = DecodeGroup()
     """the decode servers"""
+    speculate: Speculate | None = None
+    """--speculate of the servers without a value of their own (--prefill.speculate,
+    --decode.speculate)"""
 
     def server_groups(self) -> dict[str, PrefillGroup | DecodeGroup]:
         return {"prefill": self.prefill, "decode": self.decode}

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from protocol.short_repr import short_repr
+
 DrafterKind = Literal["", "ngram"]
 
 # Proposals for one sequence in one step. Of 16 tokens that are each right with a
 # probability of 0.9, the last one is reached in 21 % of the steps.
 MAX_PROPOSALS: Final = 16
+_MAX_DIGITS: Final = 4
 _FORMS: Final = "off, or a drafter with a number of tokens, such as ngram:8"
 _KINDS: Final[tuple[DrafterKind, ...]] = ("ngram",)
 
@@ -40,14 +43,16 @@ def parse_speculation(text: str | None) -> Speculation:
         return Speculation(max_proposals=0, uses_predictions=False)
     name, _, number = text.partition(":")
     kind = next((kind for kind in _KINDS if kind == name), None)
+    given = short_repr(text)
     if kind is None:
-        raise ValueError(f"{text!r} names no drafter: write {_FORMS}")
-    if not (number.isascii() and number.isdecimal()):
-        raise ValueError(f"{text!r} has no number of tokens: write {_FORMS}")
+        raise ValueError(f"{given} names no drafter: write {_FORMS}")
+    is_number = number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS
+    if not is_number:
+        raise ValueError(f"{given} has no number of tokens: write {_FORMS}")
     max_proposals = int(number)
     if not 1 <= max_proposals <= MAX_PROPOSALS:
         raise ValueError(
-            f"{text!r}: a step verifies 1 to {MAX_PROPOSALS} proposed tokens of a "
-            "sequence"
+            f"{given}: a step verifies 1 to {MAX_PROPOSALS} proposed tokens of a "
+            f"sequence; write for example {kind}:{MAX_PROPOSALS}"
         )
     return Speculation(kind, max_proposals)

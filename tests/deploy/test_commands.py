@@ -64,6 +64,35 @@ def test_keys_are_passed_by_environment_and_the_proxy_has_a_separate_key():
     assert not any(key in words for key in (client, admin, proxy_key))
 
 
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], (None, None)),
+        (["--speculate=ngram:4"], ("ngram:4", "ngram:4")),
+        (["--speculate=ngram:4", "--prefill.speculate=off"], ("off", "ngram:4")),
+        (["--decode.speculate=ngram:2"], (None, "ngram:2")),
+    ],
+)
+def test_speculation_of_the_cluster_is_that_of_servers_without_their_own(
+    argv, expected
+):
+    settings = up_settings(*argv)
+    servers = [
+        load(server_class, server_argv(settings, kind, cores=8))
+        for kind, server_class in (
+            ("prefill", PrefillSettings),
+            ("decode", DecodeSettings),
+        )
+    ]
+    assert tuple(server.speculate for server in servers) == expected
+
+
+def test_complete_servers_speculate():
+    settings = load(ServeSettings, ["--speculate=ngram:4"])
+    server = load(DecodeSettings, server_argv(settings, "decode", cores=8))
+    assert server.speculate == "ngram:4"
+
+
 def test_only_the_proxy_salts_the_cache_by_api_key():
     settings = up_settings("--api-key=client-key-1", "--cache-salt-by-key")
     urls = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}

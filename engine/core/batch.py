@@ -56,6 +56,8 @@ class StepInput:
         is_masked: whether some draw has a grammar. No token of the step is then drawn
             before PendingStep.draw.
         scores: the prompt tokens that need logprobs.
+        is_draft: whether the draft model computes the step, instead of the model that
+            the engine serves. Block numbers are then those of the draft model's pool.
     """
 
     token_ids: Int64s
@@ -67,6 +69,7 @@ class StepInput:
     logit_changes: LogitChanges | None = None
     is_masked: bool = False
     scores: list[ScoredRows] = field(default_factory=list)
+    is_draft: bool = False
 
     @property
     def positions(self) -> Int64s:

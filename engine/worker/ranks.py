@@ -27,11 +27,13 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.core.batch import PendingStep, StepInput, step_from_bytes, step_to_bytes
 from engine.core.budget.step_target import StepTarget
 from engine.core.budget.step_times import StepTimes
 from engine.worker.runner import ModelRunner
 from engine.worker.step_timer import measure_steps
+from model.parallel import Parallel, tcp_store
 
 _JOIN_TIMEOUT_S = 600.0  # includes loading the model
 # How long a failed rank waits before it checks whether another rank is exiting. A
@@ -111,7 +113,7 @@ class RankLinks:
         step is received."""
         launched: deque[PendingStep] = deque()
         while data := self._receive():
-            launched.append(runner.launch(step_from_bytes(data)))
+            launched.append(_launch(runner, step_from_bytes(data)))
             while len(launched) > runner.depth:
                 launched.popleft().result()
 
@@ -140,26 +142,76 @@ class RankLinks:
             raise RankLost(f"{peer} has ended") from error
 
 
+def connect_ranks(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
+    """Joins the process group of all ranks of the engine."""
+    device: str = config.device
+    if config.device == "cuda":
+        device = f"cuda:{config.device_of(rank)}"
+    # Wait here until all ranks have started: the links wait ten minutes for them, but
+    # the process group waits only one minute.
+    links.agree(0, int, max)
+    store = None
+    interface = None
+    if config.nnodes > 1:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        store = tcp_store(
+            config.rendezvous_address[0],
+            config.store_port,
+            config.tp,
+            listen_fd=None if rank else config.store_fd,
+        )
+    return Parallel.connect(
+        rank,
+        config.tp,
+        rendezvous_file=config.rendezvous_file,
+        store=store,
+        host=config.node_host or "127.0.0.1",
+        interface=interface,
+        device=device,
+        dcp=config.dcp,
+        ep=config.ep,
+    )
+
+
 class RankExecutor:
     """The executor of rank 0: sends each step to the other ranks, then runs the share
     of rank 0.
+
+    If a launch fails after the other ranks have received the step, all later launches
+    raise the same error, because the collectives of the ranks no longer match.
     """
 
     def __init__(self, runner: ModelRunner, links: RankLinks) -> None:
         self._runner = runner
         self._links = links
         self._num_others = runner.model.parallel.size - 1
+        self._failure: Exception | None = None
         self.depth = runner.depth
 
     def launch(self, step: StepInput) -> PendingStep:
-        if self._num_others:
+        if not self._num_others:
+            return _launch(self._runner, step)
+        if self._failure is not None:
+            raise self._failure
+        try:
             self._links.send(step_to_bytes(step))
-        return self._runner.launch(step)
+            return _launch(self._runner, step)
+        except Exception as error:
+            self._failure = error
+            raise
 
     def measure_steps(self, target: StepTarget | None) -> StepTimes | None:
         """Measures the durations of steps, if the engine has a target for them. Called
         once, while no block is in use and the other ranks wait for steps."""
         return None if target is None else measure_steps(self._runner, self, target)
+
+
+def _launch(runner: ModelRunner, step: StepInput) -> PendingStep:
+    """Launches a step in the model that it is for."""
+    if step.is_draft:
+        assert runner.draft is not None, "a draft step without a draft model"
+        runner = runner.draft
+    return runner.launch(step)
 
 
 def raise_if_rank_lost(

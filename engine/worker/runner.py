@@ -132,8 +132,10 @@ class ModelRunner:
 
     Args:
         report: called with descriptions of the progress.
+        device: the rank's device, if another runner has opened it; None to open it.
 
     Attributes:
+        draft: the draft model of this rank; None if there is none.
         memory: the KV pool and the attention backend; set by `allocate`.
         last_drawn: the tokens that the last launched step draws.
         step_watch: shows the transfer thread whether this rank is computing.
@@ -147,11 +149,12 @@ class ModelRunner:
         model_config: ModelConfig,
         parallel: Parallel,
         report: Callable[[str], None] = lambda text: None,
+        device: torch.device | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.groups, _ = kv_groups(model_config)
-        self.device = open_device(config, parallel.rank)
+        self.device = device or open_device(config, parallel.rank)
         vocab_size = model_config.vocab_size
         # Of these rows, the warm-up needs one for each draw.
         self.shaper = LogitShaper(vocab_size, config.max_step_rows, self.device)
@@ -160,6 +163,7 @@ class ModelRunner:
             config.max_step_rows, vocab_size, self.device
         )
         self.step_watch = StepWatch()
+        self.draft: ModelRunner | None = None
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
 

@@ -7,9 +7,11 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ class _FakeRunner:
 
     def __init__(self, size: int = 2) -> None:
         self.model = SimpleNamespace(parallel=SimpleNamespace(size=size))
+        self.draft: _FakeRunner | None = None
         self.token_ids: list[list[int]] = []
         self.num_in_flight = 0
         self.max_in_flight = 0
@@ -128,6 +131,37 @@ def test_silent_rank_raises_rank_timeout(follow):
     links.send(b"\x01")
     assert other.result(_TIMEOUT_S) == 2
     _close(links)
+
+
+def test_draft_steps_run_in_the_draft_model_of_each_rank(follow):
+    runners = [_FakeRunner(), _FakeRunner()]
+    for runner in runners:
+        runner.draft = _FakeRunner()
+    links, (other,) = follow(partial(_follow_steps, runner=runners[1]))
+    links.agree(1, int, max)
+    executor = RankExecutor(runners[0], links)  # type: ignore[arg-type]
+    executor.launch(_step([7])).result()
+    executor.launch(replace(_step([8]), is_draft=True)).result()
+    _close(links)
+    other.result(_TIMEOUT_S)
+    for runner in runners:
+        assert runner.token_ids == [[7]]
+        assert runner.draft is not None and runner.draft.token_ids == [[8]]
+
+
+def test_failed_launch_of_one_of_several_ranks_fails_all_later_launches(follow):
+    """Otherwise, the other ranks would be in the collectives of the failed step."""
+    runner = _FakeRunner()
+    runner.launch = Mock(side_effect=_FAILURE)  # type: ignore[method-assign]
+    links, (other,) = follow(partial(_follow_steps, runner=_FakeRunner()))
+    links.agree(1, int, max)
+    executor = RankExecutor(runner, links)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a collective failed"):
+            executor.launch(_step([7]))
+    assert runner.launch.call_count == 1
+    _close(links)
+    other.result(_TIMEOUT_S)
 
 
 def test_other_ranks_launch_as_many_steps_ahead_as_rank_0(follow):

@@ -1,0 +1,38 @@
+"""How many tokens of missing draft KV one round may compute.
+
+A sequence that begins to decode has a prompt without draft KV. The draft model computes
+it in pieces, one in each round, so that the streams of the engine do not wait for a
+long prompt.
+"""
+
+from typing import Final
+
+_FIRST_TOKENS: Final = 64
+_MIN_TOKENS: Final = 16
+_MAX_GROWTH: Final = 2  # from one round to the next
+
+
+class CatchUpBudget:
+    """Limits the tokens of a round such that they take at most `max_seconds`.
+
+    Args:
+        max_seconds: target duration. A round of _MIN_TOKENS tokens is always allowed.
+        max_tokens: the largest number of tokens of a round.
+
+    Attributes:
+        num_tokens: how many tokens the next round may compute.
+    """
+
+    def __init__(self, max_seconds: float, max_tokens: int) -> None:
+        self._max_seconds = max_seconds
+        self._max_tokens = max_tokens
+        self.num_tokens = min(_FIRST_TOKENS, max_tokens)
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """Records the duration of a step with `num_tokens` tokens. A small step that
+        takes little time does not show how long a large one takes."""
+        if num_tokens < self.num_tokens // 2 and seconds <= self._max_seconds:
+            return
+        in_time = int(num_tokens * self._max_seconds / max(seconds, 1e-9))
+        limit = min(in_time, _MAX_GROWTH * self.num_tokens)
+        self.num_tokens = min(max(limit, _MIN_TOKENS), self._max_tokens)

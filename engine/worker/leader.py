@@ -106,7 +106,7 @@ def _build(
         connector,
         transport,
         CoreGrammars(compiler, config.grammar_timeout_s),
-        make_speculator(config, limits),
+        make_speculator(config, limits, executor, rank.draft),
         rank_stats=rank.stats,
     )
     ready = EngineReady(

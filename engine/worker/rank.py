@@ -2,14 +2,14 @@
 order."""
 
 import gc
-import os
 from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.worker import ranks
+from engine.worker.draft_runner import DraftRunner, load_draft
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import MemoryGauge, PoolSize, block_bytes, size_pool
-from engine.worker.ranks import RankLinks
+from engine.worker.ranks import RankLinks, connect_ranks
 from engine.worker.runner import ModelRunner
 from engine.worker.service import KVService, reserved_bytes
 from engine.worker.warm_up import kv_budget_bytes, warm_up
@@ -17,7 +17,6 @@ from kvcache.prefault import PrefaultThread
 from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig
-from model.parallel import Parallel, tcp_store
 from model.sizes import fingerprint
 from protocol.handshake import CompatRecord, RankMetadata
 from protocol.settings.machine import free_host_bytes
@@ -33,6 +32,7 @@ class Rank:
             begins.
 
     Attributes:
+        draft: the draft model of this rank; None if there is none.
         pool_size: the size of the pool that this rank could hold on its own.
         num_blocks: the number of blocks of every rank's pool, on which all ranks
             agreed.
@@ -47,16 +47,22 @@ class Rank:
         links: RankLinks,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        parallel = _connect_ranks(config, rank, links)
+        parallel = connect_ranks(config, rank, links)
         self.runner = ModelRunner(config, model_config, parallel, report)
+        self.draft = load_draft(self.runner, report)
         self._number = rank
         self._node_ranks = config.node_ranks
         self._has_other_nodes = config.nnodes > 1
         report("sizing the KV pool")
-        self.pool_size = measure_pool_size(config, model_config, self.runner)
+        self.pool_size = measure_pool_size(
+            config, model_config, self.runner, self.draft
+        )
         self.num_blocks = links.agree(self.pool_size.num_blocks, int, min)
         pool = self.runner.allocate(self.num_blocks).pool
         self.runner.capture_graphs()
+        if self.draft is not None:
+            self.draft.allocate(self.num_blocks)
+            self.draft.capture_graphs()
         self._memory_gauge = MemoryGauge(pool.device)
         on_gpu = pool.device.type == "cuda"
         if on_gpu:
@@ -113,17 +119,25 @@ class Rank:
 
 
 def measure_pool_size(
-    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner
+    config: EngineConfig,
+    model_config: ModelConfig,
+    runner: ModelRunner,
+    draft: DraftRunner | None = None,
 ) -> PoolSize:
     """Returns the size of the largest pool that this rank can hold, or of the pool that
-    the options request. On a GPU, runs the largest step to measure its memory."""
+    the options request. On a GPU, runs the largest step to measure its memory. The KV
+    of a draft model counts."""
     if config.device == "cuda":
         free_bytes = kv_budget_bytes(runner) - reserved_bytes(config)
     else:
         free_bytes = free_host_bytes() // config.ranks_per_node
+    bytes_per_block = block_bytes(config, model_config)
+    if draft is not None:
+        bytes_per_block += draft.bytes_per_block
+        free_bytes -= draft.scratch_bytes
     return size_pool(
         config,
-        block_bytes=block_bytes(config, model_config),
+        block_bytes=bytes_per_block,
         model_max_len=model_config.max_position,
         free_bytes=free_bytes,
         groups=runner.groups,
@@ -144,36 +158,6 @@ def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetada
 def _host_of(config: EngineConfig) -> str:
     """The address of this rank's host, for peers."""
     return config.node_host or config.side_channel_advertise
-
-
-def _connect_ranks(config: EngineConfig, rank: int, links: RankLinks) -> Parallel:
-    device: str = config.device
-    if config.device == "cuda":
-        device = f"cuda:{config.device_of(rank)}"
-    # Wait here until all ranks have started: the links wait ten minutes for them, but
-    # the process group waits only one minute.
-    links.agree(0, int, max)
-    store = None
-    interface = None
-    if config.nnodes > 1:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        store = tcp_store(
-            config.rendezvous_address[0],
-            config.store_port,
-            config.tp,
-            listen_fd=None if rank else config.store_fd,
-        )
-    return Parallel.connect(
-        rank,
-        config.tp,
-        rendezvous_file=config.rendezvous_file,
-        store=store,
-        host=config.node_host or "127.0.0.1",
-        interface=interface,
-        device=device,
-        dcp=config.dcp,
-        ep=config.ep,
-    )
 
 
 def _compat_record(

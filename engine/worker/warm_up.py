@@ -129,39 +129,51 @@ class WarmUpSizes:
 
 
 def kv_budget_bytes(runner: ModelRunner) -> int:
-    """Runs the largest step to measure its memory. Returns the bytes of GPU memory that
-    remain for the rank's KV under --gpu-memory-utilization.
+    """Runs the largest step, and that of the draft model if there is one, to measure
+    their memory. Returns the bytes of GPU memory that remain for the rank's KV under
+    --gpu-memory-utilization.
 
     Raises:
         MemoryTooSmall: the step does not fit.
     """
     config = runner.config
+    runners = [runner]
+    if runner.draft is not None:
+        runners.append(runner.draft)
     subject = (
         f"a step of {config.max_num_batched_tokens} tokens, in addition to the model's "
         "weights,"
     )
     fix = f"lower {options_of_step_memory(config)}, or use a larger --tp"
+    torch.cuda.reset_peak_memory_stats(runner.device)
     with explaining_oom(subject, runner.device, fix):
-        _run_largest_step(runner)
+        workspace_bytes = [
+            _run_largest_step(each, is_draft=each is not runner) for each in runners
+        ]
+    # The two steps ran one after the other, but both workspaces are going to exist.
     peak_bytes = torch.cuda.max_memory_allocated(runner.device)
+    peak_bytes += sum(workspace_bytes[1:])
     torch.cuda.empty_cache()
     if not config.enforce_eager:
-        num_logits = config.max_step_rows * runner.model_config.vocab_size
-        peak_bytes += num_logits * _GRAPH_BYTES_PER_LOGIT + _GRAPHS_BASE_BYTES
+        for each in runners:
+            num_logits = config.max_step_rows * each.model_config.vocab_size
+            peak_bytes += num_logits * _GRAPH_BYTES_PER_LOGIT + _GRAPHS_BASE_BYTES
     return kv_bytes(
         GpuUse.of(runner.device), config.gpu_memory_utilization, peak_bytes=peak_bytes
     )
 
 
 @torch.inference_mode()
-def _run_largest_step(runner: ModelRunner) -> None:
+def _run_largest_step(runner: ModelRunner, *, is_draft: bool) -> int:
     """Runs the step that takes the most memory: the longest prompt that a step can
     compute, and the largest number of draws, with all options that change logits or
-    return logprobs."""
+    return logprobs. Draft models have no such options.
+
+    Returns the bytes of the workspace of its attention.
+    """
     config = runner.config
     num_tokens = min(config.max_num_batched_tokens, runner.model_config.max_position)
     num_blocks = -(-num_tokens // config.tokens_per_block) * runner.groups.count
-    torch.cuda.reset_peak_memory_stats(runner.device)
     memory = runner.make_memory(num_blocks + 1)
     sizes = WarmUpSizes(
         num_blocks=num_blocks + 1,
@@ -173,34 +185,56 @@ def _run_largest_step(runner: ModelRunner) -> None:
     )
     hidden = runner.forward(memory, sizes.step([num_tokens]))
     rows = min(config.max_step_rows, num_tokens)
-    sampling = msgspec.structs.replace(_SAMPLINGS[-1], num_logprobs=_LOGPROBS[-1])
+    sampling = _SAMPLINGS[-1]
+    shaping = None
+    if not is_draft:
+        sampling = msgspec.structs.replace(sampling, num_logprobs=_LOGPROBS[-1])
+        shaping = runner.shaper.prepare(_logit_changes(rows, _PENALTIES))
+        shaping = runner.shaper.masked(shaping, _all_allowed(runner, rows))
     batch = SamplingBatch.from_params([sampling] * rows, [0] * rows, runner.device)
-    shaping = runner.shaper.prepare(_logit_changes(rows, _PENALTIES))
-    shaping = runner.shaper.masked(shaping, _all_allowed(runner, rows))
     sample(runner.model.logits(hidden[:rows]), batch, shaping)
     torch.cuda.synchronize(runner.device)
+    return memory.backend.workspace_bytes
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Runs every kind of step once, so that no request has to wait until a kernel is
-    compiled or loaded. Every rank must call this at the same time, before any block is
-    in use."""
+    """Runs every kind of step once, also those of the draft model, so that no request
+    has to wait until a kernel is compiled or loaded. Every rank must call this at the
+    same time, before any block is in use."""
     started_s = time.monotonic()
     num_kernels = KERNELS.num_at_start
     for step in steps(WarmUpSizes.of(runner)):
-        try:
-            run_step(runner, step)
-        except StepFailed as error:
-            # Only an engine of one rank raises StepFailed, and it can continue. A
-            # request that needs the same step will fail as well.
-            logger.warning(
-                "a warm-up step of %d tokens failed: %s", len(step.token_ids), error
-            )
+        _try_step(runner, step)
+    if runner.draft is not None:
+        for step in steps(WarmUpSizes.of(runner.draft)):
+            if _is_draft_step(step):
+                _try_step(runner.draft, step)
     logger.info(
         "warm-up: ran every kind of step in %.1f s and loaded %d kernels",
         time.monotonic() - started_s,
         KERNELS.num_at_start - num_kernels,
     )
+
+
+def _is_draft_step(step: StepInput) -> bool:
+    """Whether a draft model may run such a step."""
+    return not (
+        step.scores
+        or step.is_masked
+        or step.logit_changes is not None
+        or any(params.num_logprobs is not None for params in step.sampling)
+    )
+
+
+def _try_step(runner: ModelRunner, step: StepInput) -> None:
+    try:
+        run_step(runner, step)
+    except StepFailed as error:
+        # Only an engine of one rank raises StepFailed, and it can continue. A request
+        # that needs the same step will fail as well.
+        logger.warning(
+            "a warm-up step of %d tokens failed: %s", len(step.token_ids), error
+        )
 
 
 def run_step(runner: ModelRunner, step: StepInput) -> None:

@@ -5,14 +5,18 @@ from typing import Final, Literal
 
 from protocol.short_repr import short_repr
 
-DrafterKind = Literal["", "ngram"]
+DrafterKind = Literal["", "ngram", "model"]
 
 # Proposals for one sequence in one step. Of 16 tokens that are each right with a
 # probability of 0.9, the last one is reached in 21 % of the steps.
 MAX_PROPOSALS: Final = 16
 _MAX_DIGITS: Final = 4
-_FORMS: Final = "off, or a drafter with a number of tokens, such as ngram:8"
-_KINDS: Final[tuple[DrafterKind, ...]] = ("ngram",)
+_FORMS: Final = (
+    "off, or a drafter with a number of tokens, such as ngram:8 or model:DIR:4"
+)
+_KINDS: Final[tuple[DrafterKind, ...]] = ("ngram", "model")
+# The drafters with a checkpoint, whose directory comes before the number.
+_KINDS_WITH_FOLDER: Final[tuple[DrafterKind, ...]] = ("model",)
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,13 @@ class Speculation:
         max_proposals: largest number of proposals for one sequence in one step; 0:
             nothing is proposed.
         uses_predictions: whether the `prediction` of a request is proposed.
+        folder: the directory of the drafter's checkpoint; empty if it has none.
     """
 
     kind: DrafterKind = ""
     max_proposals: int = MAX_PROPOSALS
     uses_predictions: bool = True
+    folder: str = ""
 
 
 def parse_speculation(text: str | None) -> Speculation:
@@ -41,9 +47,16 @@ def parse_speculation(text: str | None) -> Speculation:
         return Speculation()
     if text == "off":
         return Speculation(max_proposals=0, uses_predictions=False)
-    name, _, number = text.partition(":")
-    kind = next((kind for kind in _KINDS if kind == name), None)
     given = short_repr(text)
+    name, _, number = text.partition(":")
+    folder = ""
+    if name in _KINDS_WITH_FOLDER:
+        folder, _, number = number.rpartition(":")
+        if not folder:
+            raise ValueError(
+                f"{given} has no directory or no number of tokens: write {name}:DIR:4"
+            )
+    kind = next((kind for kind in _KINDS if kind == name), None)
     if kind is None:
         raise ValueError(f"{given} names no drafter: write {_FORMS}")
     is_number = number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS
@@ -55,4 +68,4 @@ def parse_speculation(text: str | None) -> Speculation:
             f"{given}: a step verifies 1 to {MAX_PROPOSALS} proposed tokens of a "
             f"sequence; write for example {kind}:{MAX_PROPOSALS}"
         )
-    return Speculation(kind, max_proposals)
+    return Speculation(kind, max_proposals, folder=folder)

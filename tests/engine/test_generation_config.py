@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.prepare import read_generation_config, warn_of_unknown_eos
+from engine.generation_config import read_generation_config
+from engine.prepare import warn_of_unknown_eos
 from engine.text.tokenizer import Tokenizer
 from model.errors import ModelLoadError
 from protocol.openai.sampling import GenerationConfig

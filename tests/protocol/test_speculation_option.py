@@ -12,6 +12,8 @@ from protocol.settings.speculation import Speculation, parse_speculation
         ("off", Speculation("", 0, uses_predictions=False)),
         ("ngram:1", Speculation("ngram", 1)),
         ("ngram:16", Speculation("ngram", 16)),
+        ("model:a/b:4", Speculation("model", 4, folder="a/b")),
+        ("model:C:/a:4", Speculation("model", 4, folder="C:/a")),
     ],
 )
 def test_valid_values(text: str | None, expected: Speculation) -> None:
@@ -29,6 +31,12 @@ def test_valid_values(text: str | None, expected: Speculation) -> None:
         ("ngram:-1", "has no number of tokens"),
         ("ngram:٣", "has no number of tokens"),
         ("ngram:" + "9" * 5000, "has no number of tokens"),
+        ("model", "has no directory .*: write model:DIR:4"),
+        ("model:4", "no directory"),
+        ("model::4", "no directory"),
+        ("model:a/b", "no directory"),
+        ("model:a:b", "has no number of tokens"),
+        ("model:a:17", "verifies 1 to 16"),
         ("ngram:0", "verifies 1 to 16"),
         ("ngram:17", "verifies 1 to 16"),
     ],

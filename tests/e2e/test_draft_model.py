@@ -1,0 +1,67 @@
+"""Servers with a draft model give the answers of servers without one."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.make_models import ensure_model
+from tests.rigs.client import MODEL, TIMEOUT_S
+from tests.rigs.cluster import Server, assert_idle, start_decode, started
+from tests.rigs.plain_http import http
+
+_PROMPT = "Anna found a red ball. Ben found a red ball, too. Anna lost her red ball."
+_REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 3, "n": 2},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "presence_penalty": 0.5},
+]
+
+
+def _answers(server: Server, options: dict[str, Any]) -> tuple[list[str], int]:
+    """Return the texts of an answer, and how many proposals were accepted."""
+    body = {"model": MODEL, "prompt": _PROMPT, "max_tokens": 80, "ignore_eos": True}
+    response = http.post(
+        f"{server.url}/v1/completions", json={**body, **options}, timeout=TIMEOUT_S
+    )
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    details = answer["usage"]["completion_tokens_details"]
+    texts = [choice["text"] for choice in answer["choices"]]
+    return texts, details["accepted_prediction_tokens"]
+
+
+@pytest.mark.parametrize("argv", [(), ("--tp", "2")], ids=["one rank", "two ranks"])
+def test_answers_are_those_without_a_draft_model(tiny_model: Path, argv) -> None:
+    option = f"model:{ensure_model('gqa6')}:4"
+    start = partial(start_decode, tiny_model)
+    with started(start, partial(start, "--speculate", option, *argv)) as servers:
+        plain, drafting = servers
+        num_accepted = 0
+        for options in _REQUESTS:
+            texts, count = _answers(drafting, options)
+            assert texts == _answers(plain, options)[0]
+            num_accepted += count
+        assert num_accepted > 50
+        metrics = drafting.metrics()
+        name = 'baton_speculative_accepted_tokens_total{drafter="model"}'
+        assert metrics[name] == num_accepted
+        assert_idle(*servers)
+
+
+def test_missing_draft_model_is_refused_at_the_start(tiny_model: Path) -> None:
+    with pytest.raises(AssertionError, match="no/such/model is not a directory"):
+        start_decode(tiny_model, "--speculate", "model:no/such/model:4")
+
+
+def test_draft_model_of_another_vocabulary_is_refused_at_the_start(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(ensure_model("gqa6"), folder)
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|end|>"))
+    with pytest.raises(AssertionError, match="has another vocabulary than"):
+        start_decode(tiny_model, "--speculate", f"model:{folder}:4")

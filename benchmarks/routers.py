@@ -8,7 +8,8 @@ simulated servers.
 from typing import NamedTuple
 
 from benchmarks.loads import Request
-from benchmarks.simulation import Engine, Fleet
+from benchmarks.simulation.engine import Engine
+from benchmarks.simulation.fleet import Fleet
 from proxy.placement.assignment import Assignment
 from proxy.placement.load_tracker import Disaggregate, LoadTracker, Routing
 from proxy.placement.placement import CachedPrefixes, choose, least_full_server

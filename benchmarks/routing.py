@@ -3,7 +3,7 @@
     python -m benchmarks.routing --trace FILE [--shapes 2P2D,4D] [--load 1.0,1.5]
     python -m benchmarks.routing --mix agents|chats|documents|open|burst [...]
 
-benchmarks/simulation.py describes the servers, benchmarks/loads.py the requests. The
+benchmarks/simulation/ describes the servers, benchmarks/loads.py the requests. The
 policy `known` is an ideal router that reads the state of the simulated servers; all
 other policies are the proxy's own code. The last line is one JSON document.
 """
@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 from benchmarks.bench.errors import BenchError
 from benchmarks.bench.traces import BLOCK_TOKENS, read_trace
 from benchmarks.bench.workload import scaled
-from benchmarks.engine_times import EngineTimes
 from benchmarks.loads import MIXES, FollowUp, Request, Workload, from_sessions
 from benchmarks.routers import IdealRouter, ProxyRouter
-from benchmarks.simulated_store import SimulatedStore
-from benchmarks.simulation import Engine, Fleet
+from benchmarks.simulation.engine import Engine
+from benchmarks.simulation.fleet import Fleet
+from benchmarks.simulation.store import SimulatedStore
+from benchmarks.simulation.times import EngineTimes
 from proxy.placement.load_tracker import Disaggregate, Routing
 from proxy.placement.server_load import USUAL_STEP_S
 

@@ -43,6 +43,7 @@ from benchmarks.bench.generator import LoadOptions
 from benchmarks.bench.prompts import BodyOptions
 from benchmarks.bench.slo import Slo
 from benchmarks.bench.workload import Session, Turn, Workload, with_poisson_arrivals
+from benchmarks.simulation.contention import slowdown
 
 BLOCK_TOKENS = 64
 _LOADS = (0.5, 0.75)  # shares of the rate that replicas can serve
@@ -143,10 +144,10 @@ def _slo(constants: HostConstants, workload: Workload) -> Slo:
         prediction = predict(constants, replicas, single, _UNLIMITED)
         ttfts_s.append(prediction.ttft_p50_s)
         itls_s.append(prediction.itl_mean_s)
-    slowdown = constants.times.decode_slowdown[-1]
+    factor = slowdown(constants.times.decode_slowdown, constants.num_servers)
     return Slo(
-        ttft=round(_TTFT_FACTOR * slowdown * max(ttfts_s), 4),
-        itl=round(_ITL_FACTOR * slowdown * statistics.mean(itls_s), 5),
+        ttft=round(_TTFT_FACTOR * factor * max(ttfts_s), 4),
+        itl=round(_ITL_FACTOR * factor * statistics.mean(itls_s), 5),
     )
 
 

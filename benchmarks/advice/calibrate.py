@@ -4,10 +4,12 @@ Everything is measured as a client sees it, through the proxy, so that the const
 contain what HTTP and the proxy add. The servers are those of a deployment with
 replicas. All of them run while one is measured, as they do later.
 
-1. Steps: streams on one server, few and many, with short and long contexts.
-2. Prompts of several lengths on one idle server.
-3. Both again on several servers at the same time: how much they slow each other down.
-4. The same prompts through a prefill and a decode server: the hand-over of KV.
+1. Requests of one server at a time: the processor time outside of its engine.
+2. Steps: streams on one server, few and many, with short and long contexts.
+3. Prompts of several lengths on one idle server.
+4. Streams and prompts on several servers at the same time: how much the servers slow
+   each other down.
+5. Prompts through a prefill and a decode server: the hand-over of KV.
 """
 
 import asyncio
@@ -15,26 +17,30 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import aiohttp
-import numpy as np
-
+from benchmarks.advice.client import Client, Endpoint, connect, probe_s
 from benchmarks.advice.constants import HostConstants
 from benchmarks.advice.deployments import Deployment
-from benchmarks.advice.fit import DecodeSample, PromptSample, fit_decode, fit_prompts
+from benchmarks.advice.fit import (
+    DecodeSample,
+    PromptSample,
+    fit_decode,
+    fit_deliveries,
+    fit_prompts,
+    fit_slowdowns,
+)
+from benchmarks.advice.processors import children
 from benchmarks.advice.servers import (
     RunningServers,
     ServerOptions,
     running_proxy,
     running_servers,
 )
-from benchmarks.bench.endpoint import Timeline, find_model, open_session, stream
+from benchmarks.bench.endpoint import open_session
 from benchmarks.bench.errors import BenchError
-from benchmarks.bench.prompts import FIRST_TOKEN_ID
 from benchmarks.bench.scrape import parse_samples
-from benchmarks.engine_times import EngineTimes
+from benchmarks.simulation.times import EngineTimes
 from protocol.settings.settings import DecodeSettings, load
 
 _TIMEOUT_S = 300.0
@@ -52,51 +58,29 @@ _DECODE_REPEATS = 2
 # of several servers is measured.
 _SHARED_STREAMS = 4
 _SHARED_PROMPT = 256
-_VOCABULARY = 256
+_PROMPTS_IN_FLIGHT = 2  # of each server, so that its engine does not wait for requests
+_SHARED_PROMPTS = 8  # of each server
+# Requests with which processor time is measured, and how many of them are in flight.
+_WORK_REQUESTS = 24
+_WORK_IN_FLIGHT = 4
 _ONE = Deployment("one server", 0, 1, "round_robin", "never", pulls=False)
 _PAIR = Deployment("a pair", 1, 1, "auto", "always", pulls=True)
 
 
-@dataclass(frozen=True)
-class _Client:
-    """A proxy in front of one server, or of a pair."""
-
-    url: str
-    session: aiohttp.ClientSession
-    model: str
-    max_model_len: int
-
-    async def send(self, num_tokens: int, num_outputs: int, seed: int) -> Timeline:
-        """Send a request with a prompt that no server has cached.
-
-        Raises:
-            BenchError: the request failed.
-        """
-        rng = np.random.default_rng(seed)
-        prompt = rng.integers(FIRST_TOKEN_ID, _VOCABULARY, num_tokens).tolist()
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": num_outputs,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        timeline = Timeline(time.perf_counter())
-        await stream(self.session, "/v1/completions", body, timeline)
-        if not timeline.succeeded:
-            raise BenchError(f"a request for the constants failed: {timeline.error}")
-        return timeline
-
-
 class _Calibration:
-    """The measurements, one after the other."""
+    """The measurements, one after the other.
 
-    def __init__(self, singles: Sequence[_Client], step_tokens: int) -> None:
+    Args:
+        singles: one for each server.
+        shares_processors: see EngineTimes.
+    """
+
+    def __init__(
+        self, singles: Sequence[Client], step_tokens: int, shares_processors: bool
+    ) -> None:
         self._singles = singles
         self._step_tokens = step_tokens
+        self._shares_processors = shares_processors
         self._seed = int(time.time())  # no prompt is cached from an earlier run
         scale = max(1, step_tokens // USUAL_STEP_TOKENS)
         limit = min(client.max_model_len for client in singles) - _DECODE_TOKENS
@@ -116,7 +100,7 @@ class _Calibration:
         return self._seed
 
     async def decode_s(
-        self, clients: Sequence[_Client], streams: int, prompt_tokens: int
+        self, clients: Sequence[Client], streams: int, prompt_tokens: int
     ) -> float:
         """Return the mean duration of steps while each server has `streams` streams.
 
@@ -131,7 +115,7 @@ class _Calibration:
         )
 
     async def _decode_once_s(
-        self, clients: Sequence[_Client], streams: int, prompt_tokens: int
+        self, clients: Sequence[Client], streams: int, prompt_tokens: int
     ) -> float:
         """Return the mean duration of the steps in which all streams generate."""
         requests = [
@@ -150,23 +134,70 @@ class _Calibration:
                 means.append((times[-1] - times[0]) / (len(times) - 1))
         if not means:
             # Streams did not overlap: prompts took longer than all answers.
-            return statistics.mean(timeline.mean_itl_s for timeline in timelines)
+            means = [timeline.mean_itl_s for timeline in timelines]
         return statistics.mean(means)
 
-    async def prompt_s(self, clients: Sequence[_Client], num_tokens: int) -> float:
-        """Return the time to first token while each server computes a prompt.
-
-        It is the mean of all servers, in the median of several runs.
-        """
+    async def prompt_s(self, client: Client, num_tokens: int) -> float:
+        """Return the time to first token on an idle server, the median of several."""
         seconds = []
         for _ in range(_REPEATS):
-            timelines = await asyncio.gather(
-                *(client.send(num_tokens, 1, self._next_seed()) for client in clients)
-            )
-            seconds.append(statistics.mean(each.ttft_s for each in timelines))
+            timeline = await client.send(num_tokens, 1, self._next_seed())
+            seconds.append(timeline.ttft_s)
         return statistics.median(seconds)
 
-    async def times(self, pair: _Client | None) -> EngineTimes:
+    async def shared_prompt_s(self, clients: Sequence[Client]) -> float:
+        """Return the time per prompt while each server computes one after another."""
+        seconds = []
+        for _ in range(_DECODE_REPEATS):
+            runs = [
+                self._send_prompts(
+                    client, _SHARED_PROMPTS, _PROMPTS_IN_FLIGHT, self._shared_length
+                )
+                for client in clients
+            ]
+            elapsed_s = await asyncio.gather(*runs)
+            seconds.append(statistics.mean(elapsed_s) / _SHARED_PROMPTS)
+        return min(seconds)
+
+    async def request_work_s(self, client: Client) -> float:
+        """Return the processor time of a request with a short prompt and one token."""
+        before_s = client.work_s()
+        await self._send_prompts(
+            client, _WORK_REQUESTS, _WORK_IN_FLIGHT, self._lengths[1]
+        )
+        return (client.work_s() - before_s) / _WORK_REQUESTS
+
+    async def delivery_work_s(self, client: Client, streams: int) -> float:
+        """Return the processor time to deliver the tokens of a step.
+
+        It is what requests need in addition if they get more than one token.
+        """
+        work_s = []
+        for num_outputs in (1, _DECODE_TOKENS):
+            before_s = client.work_s()
+            requests = [
+                client.send(_SHORT_PROMPT, num_outputs, self._next_seed())
+                for _ in range(streams)
+            ]
+            await asyncio.gather(*requests)
+            work_s.append(client.work_s() - before_s)
+        return (work_s[1] - work_s[0]) / (_DECODE_TOKENS - 1)
+
+    async def _send_prompts(
+        self, client: Client, count: int, in_flight: int, num_tokens: int
+    ) -> float:
+        """Send prompts, `in_flight` at a time. Return the seconds that they took."""
+        slots = asyncio.Semaphore(in_flight)
+
+        async def send() -> None:
+            async with slots:
+                await client.send(num_tokens, 1, self._next_seed())
+
+        started_at = time.perf_counter()
+        await asyncio.gather(*(send() for _ in range(count)))
+        return time.perf_counter() - started_at
+
+    async def times(self, pair: Client | None) -> EngineTimes:
         """Measure everything.
 
         Args:
@@ -182,8 +213,14 @@ class _Calibration:
             context_tokens = count * (length + _DECODE_TOKENS / 2)
             decode_samples.append(DecodeSample(count, context_tokens, seconds))
         decode = fit_decode(decode_samples)
+        delivery = fit_deliveries(
+            [
+                (count, await self.delivery_work_s(one[0], count))
+                for count in _STREAM_COUNTS
+            ]
+        )
         prompt_samples = [
-            PromptSample(length, await self.prompt_s(one, length))
+            PromptSample(length, await self.prompt_s(one[0], length))
             for length in self._lengths
         ]
         prompt = fit_prompts(prompt_samples, decode.step_s, self._step_tokens)
@@ -194,8 +231,12 @@ class _Calibration:
             token_s=prompt.token_s,
             pair_s=prompt.pair_s,
             request_s=prompt.request_s,
+            request_work_s=await self.request_work_s(one[0]),
+            delivery_s=delivery.step_s,
+            delivery_token_s=delivery.token_s,
             min_prompt_step_s=0.0,
             step_tokens=self._step_tokens,
+            shares_processors=self._shares_processors,
         )
         times = await self._with_slowdowns(times)
         return times if pair is None else await self._with_handoff(times, pair)
@@ -208,16 +249,22 @@ class _Calibration:
             decode_s.append(
                 await self.decode_s(clients, _SHARED_STREAMS, _SHORT_PROMPT)
             )
-            seconds = await self.prompt_s(clients, self._shared_length)
-            prompt_s.append(max(seconds - times.request_s, 0.1 * seconds))
+            prompt_s.append(await self.shared_prompt_s(clients))
+        decode_work_s = 0.0
+        prompt_work_s = 0.0
+        if times.shares_processors:
+            decode_work_s = times.delivery_s + _SHARED_STREAMS * times.delivery_token_s
+            prompt_work_s = times.request_work_s
         return replace(
             times,
-            decode_slowdown=_slowdowns(decode_s),
-            prompt_slowdown=_slowdowns(prompt_s),
+            decode_slowdown=fit_slowdowns(decode_s, decode_work_s),
+            prompt_slowdown=fit_slowdowns(prompt_s, prompt_work_s),
         )
 
-    async def _with_handoff(self, times: EngineTimes, pair: _Client) -> EngineTimes:
-        """Measure the hand-over: what it adds to the first and to the second token."""
+    async def _with_handoff(self, times: EngineTimes, pair: Client) -> EngineTimes:
+        """Measure the hand-over: what it adds to the first and to the second token, and
+        its processor time.
+        """
         length = self._lengths[1]
         await pair.send(length, 4, self._next_seed())  # connects the two servers
         extra_s = []
@@ -227,46 +274,17 @@ class _Calibration:
             paired = await pair.send(length, 4, self._next_seed())
             extra_s.append(paired.ttft_s - unpaired.ttft_s)
             gaps_s.append(paired.gaps_s[0] - unpaired.gaps_s[0])
+        work_s = await self.request_work_s(pair) - times.request_work_s
         return replace(
             times,
             handoff_s=max(statistics.median(extra_s), 0.0),
+            handoff_work_s=max(work_s, 0.0),
             sent_token_s=max(statistics.median(gaps_s), 0.0) / length,
         )
 
     async def probe_s(self) -> float:
         """Return the seconds of the probe at the first server."""
         return await probe_s(self._singles[0], self._next_seed())
-
-
-async def probe_s(client: _Client, seed: int) -> float:
-    """Return the seconds of a fixed small load: a prompt and a few tokens, repeated."""
-    seconds = []
-    for index in range(_REPEATS):
-        timeline = await client.send(128, 16, seed * _REPEATS + index)
-        seconds.append(timeline.e2e_s)
-    return statistics.median(seconds)
-
-
-def _slowdowns(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the factors for 1, 2, .. busy servers; none is below the one before."""
-    factors: list[float] = []
-    for value in seconds:
-        lowest = factors[-1] if factors else 1.0
-        factors.append(round(max(value / seconds[0], lowest), 4))
-    return tuple(factors)
-
-
-async def probe_url(url: str) -> float:
-    """Return the seconds of the load of `HostConstants.probe_s` at an endpoint."""
-    async with AsyncExitStack() as stack:
-        client = await _connect(stack, url)
-        return await probe_s(client, int(time.time()))
-
-
-async def _connect(stack: AsyncExitStack, url: str) -> _Client:
-    session = await stack.enter_async_context(open_session(url, _TIMEOUT_S, None))
-    entry = await find_model(session, url)
-    return _Client(url, session, str(entry["id"]), int(entry["max_model_len"]))
 
 
 async def _read_capacity(server_url: str) -> tuple[int, int]:
@@ -279,15 +297,42 @@ async def _read_capacity(server_url: str) -> tuple[int, int]:
 
 
 async def _measure(
-    urls: Sequence[str], pair_url: str | None, settings: DecodeSettings, device: str
+    endpoints: Sequence[Endpoint],
+    pair_endpoint: Endpoint | None,
+    settings: DecodeSettings,
+    device: str,
 ) -> tuple[EngineTimes, int, float]:
     """Return the times, the longest context, and the seconds of the probe."""
     async with AsyncExitStack() as stack:
-        singles = [await _connect(stack, url) for url in urls]
-        pair = None if pair_url is None else await _connect(stack, pair_url)
-        calibration = _Calibration(singles, settings.batched_tokens_for(device))
+        singles = [await connect(stack, endpoint) for endpoint in endpoints]
+        pair = None
+        if pair_endpoint is not None:
+            pair = await connect(stack, pair_endpoint)
+        calibration = _Calibration(
+            singles, settings.batched_tokens_for(device), device == "cpu"
+        )
         times = await calibration.times(pair)
         return times, singles[0].max_model_len, await calibration.probe_s()
+
+
+def _start_proxies(
+    stack: ExitStack, servers: RunningServers
+) -> tuple[list[Endpoint], Endpoint | None]:
+    """Start a proxy for each server, and one for the first two as a pair."""
+    pids = [child.pid for child in servers.children]
+    endpoints = []
+    for url, pid in zip(servers.decodes, pids, strict=True):
+        single = RunningServers([], [url], servers.secret, servers.timeout_s)
+        proxy = stack.enter_context(running_proxy(single, _ONE))
+        endpoints.append(Endpoint(proxy.url, (proxy.pid, pid)))
+    if len(pids) < 2:
+        return endpoints, None
+    first, second = servers.decodes[:2]
+    pair = RunningServers([first], [second], servers.secret, servers.timeout_s)
+    proxy = stack.enter_context(running_proxy(pair, _PAIR))
+    return endpoints, Endpoint(
+        proxy.url, (proxy.pid, pids[0], pids[1], *children(pids[1]))
+    )
 
 
 def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants:
@@ -303,17 +348,9 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
     with ExitStack() as stack:
         servers = stack.enter_context(running_servers(options, 0, num_servers))
         print(f"servers ready after {time.monotonic() - started_at:.0f} s", flush=True)
-        urls = []
-        for url in servers.decodes:
-            single = RunningServers([], [url], servers.secret, servers.timeout_s)
-            urls.append(stack.enter_context(running_proxy(single, _ONE)))
-        pair_url = None
-        if num_servers > 1:
-            first, second = servers.decodes[:2]
-            pair = RunningServers([first], [second], servers.secret, servers.timeout_s)
-            pair_url = stack.enter_context(running_proxy(pair, _PAIR))
+        endpoints, pair_endpoint = _start_proxies(stack, servers)
         times, max_model_len, probe = asyncio.run(
-            _measure(urls, pair_url, settings, options.device)
+            _measure(endpoints, pair_endpoint, settings, options.device)
         )
         seconds = time.monotonic() - started_at
         print(f"constants measured after {seconds:.0f} s", flush=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.bench.errors import BenchError
-from benchmarks.engine_times import EngineTimes
+from benchmarks.simulation.contention import slowdown
+from benchmarks.simulation.times import EngineTimes
 
 _POSITIVE_TIMES = ("step_s", "token_s")
 _COUNTS = ("capacity", "max_streams", "step_tokens", "block_tokens")
@@ -48,8 +49,13 @@ class HostConstants:
             f"{times.token_s * 1e6:.0f} us a token + {times.pair_s * 1e9:.1f} ns a "
             f"pair; request {times.request_s * 1e3:.1f} ms; hand-over "
             f"{times.handoff_s * 1e3:.1f} ms + {times.sent_token_s * 1e6:.1f} us a "
-            f"token; slowdown of {self.num_servers} busy servers: decode "
-            f"{times.decode_slowdown[-1]:.2f}, prompts {times.prompt_slowdown[-1]:.2f}"
+            f"token; outside of engines {times.request_work_s * 1e3:.1f} ms a request "
+            f"+ {times.delivery_s * 1e3:.2f} ms a step + "
+            f"{times.delivery_token_s * 1e3:.3f} ms a token + "
+            f"{times.handoff_work_s * 1e3:.1f} ms a hand-over; slowdown of "
+            f"{self.num_servers} busy servers: decode "
+            f"{slowdown(times.decode_slowdown, self.num_servers):.2f}, prompts "
+            f"{slowdown(times.prompt_slowdown, self.num_servers):.2f}"
         )
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+_MIN_TOKEN_S = 1e-9
+
 
 class DecodeSample(NamedTuple):
     """The mean duration of steps without prompts.
@@ -45,6 +47,13 @@ class PromptFit(NamedTuple):
     pair_s: float
 
 
+class DeliveryFit(NamedTuple):
+    """Seconds to deliver the tokens of a step: per step, and per token."""
+
+    step_s: float
+    token_s: float
+
+
 def fit_decode(samples: Sequence[DecodeSample]) -> DecodeFit:
     """Fit the time of steps without prompts."""
     rows = [(1.0, sample.streams, sample.context_tokens) for sample in samples]
@@ -66,7 +75,52 @@ def fit_prompts(
         num_steps = -(-sample.tokens // step_tokens)
         rows.append((1.0, sample.tokens, sample.tokens**2 / 2))
         seconds.append(max(sample.seconds - num_steps * step_s, 0.1 * sample.seconds))
-    return PromptFit(*_fit(rows, seconds))
+    fit = PromptFit(*_fit(rows, seconds))
+    if not fit.token_s:
+        # Every token takes time. Too few or too noisy samples do not show more terms.
+        request_s, token_s = _fit([row[:2] for row in rows], seconds)
+        fit = PromptFit(request_s, max(token_s, _MIN_TOKEN_S), 0.0)
+    return fit
+
+
+def fit_deliveries(samples: Sequence[tuple[int, float]]) -> DeliveryFit:
+    """Fit the processor time to deliver the tokens of a step.
+
+    Args:
+        samples: numbers of tokens, and seconds.
+    """
+    rows = [(1.0, tokens) for tokens, _ in samples]
+    return DeliveryFit(*_fit(rows, [max(seconds, 1e-6) for _, seconds in samples]))
+
+
+def fit_slowdowns(seconds: Sequence[float], work_s: float) -> tuple[float, ...]:
+    """Return how much 1, 2, .. tasks at once slow each other down.
+
+    Args:
+        seconds: durations of the same task while 1, 2, .. servers do it all the time.
+        work_s: processor time that each of these tasks also needs outside of its
+            engine, and that slows the engines down; 0: it does not. Together with this
+            work, a busy server counts as one to two tasks.
+    """
+    factors: list[float] = []
+    for value in seconds:
+        lowest = factors[-1] if factors else 1.0
+        factors.append(max(value / seconds[0], lowest))
+    num_servers = len(factors)
+    if not work_s:
+        return tuple(round(factor, 4) for factor in factors)
+    tasks_per_server = 1 + min(work_s / seconds[0], 1.0)
+    counts = [tasks_per_server * (index + 1) for index in range(num_servers)]
+    # At most one task of each server's engine and one of its frontend run at once.
+    most = 2 * num_servers
+    middle = (num_servers - 1) // 2
+    slope = (factors[-1] - factors[middle]) / max(counts[-1] - counts[middle], 1.0)
+    counts.append(most + 1.0)
+    factors.append(factors[-1] + slope * (counts[-1] - counts[-2]))
+    return tuple(
+        round(float(factor), 4)
+        for factor in np.interp(range(1, most + 1), counts, factors)
+    )
 
 
 def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

@@ -13,7 +13,8 @@ from benchmarks.bench.slo import Slo
 from benchmarks.bench.workload import Workload
 from benchmarks.loads import Request, from_sessions
 from benchmarks.routers import ProxyRouter
-from benchmarks.simulation import Engine, Fleet
+from benchmarks.simulation.engine import Engine
+from benchmarks.simulation.fleet import Fleet
 from proxy.placement.server_load import USUAL_STEP_S
 
 # If the predicted goodputs of two deployments differ by less than this share, the

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks.advice.deployments import Deployment
 from benchmarks.bench.errors import BenchError
@@ -91,9 +92,16 @@ def running_servers(
         lifecycle.terminate(servers.children, _STOP_S)
 
 
+class RunningProxy(NamedTuple):
+    url: str
+    pid: int
+
+
 @contextmanager
-def running_proxy(servers: RunningServers, deployment: Deployment) -> Iterator[str]:
-    """Start a proxy in front of servers. The value is its URL.
+def running_proxy(
+    servers: RunningServers, deployment: Deployment
+) -> Iterator[RunningProxy]:
+    """Start a proxy in front of servers.
 
     Raises:
         BenchError: the proxy ended, or was not ready in time.
@@ -110,7 +118,7 @@ def running_proxy(servers: RunningServers, deployment: Deployment) -> Iterator[s
         (port,) = _start(proxy, [("proxy", argv)])
         url = f"http://{LOOPBACK}:{port}"
         _wait_until_ready(url, servers.timeout_s)
-        yield url
+        yield RunningProxy(url, proxy.children[0].pid)
     finally:
         lifecycle.terminate(proxy.children, _STOP_S)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.advice.calibrate import probe_url
+from benchmarks.advice.client import probe_url
 from benchmarks.advice.predict import Prediction, percentile
 from benchmarks.advice.servers import (
     RunningServers,
@@ -83,11 +83,11 @@ def run_deployment(
         BenchError: the proxy was not ready, or a warm-up request failed.
     """
     deployment = predicted.deployment
-    with running_proxy(servers, deployment) as url:
-        asyncio.run(probe_url(url))  # connects the servers
-        side = Side(deployment.name, (url,))
+    with running_proxy(servers, deployment) as proxy:
+        asyncio.run(probe_url(proxy.url))  # connects the servers
+        side = Side(deployment.name, (proxy.url,))
         result = asyncio.run(run_load([side], workload, load))
-        probe_after_s = asyncio.run(probe_url(url))
+        probe_after_s = asyncio.run(probe_url(proxy.url))
     timelines = [record.timeline for record in result.sides[0].records]
     succeeded = [timeline for timeline in timelines if timeline.succeeded]
     ttfts_s = sorted(timeline.ttft_s for timeline in succeeded) or [0.0]

@@ -23,9 +23,10 @@ from benchmarks.bench import cli
 from benchmarks.bench.errors import BenchError
 from benchmarks.bench.slo import Slo
 from benchmarks.bench.workload import Session, Turn, Workload
-from benchmarks.engine_times import EngineTimes
 from benchmarks.loads import Request
-from benchmarks.simulation import Engine, Fleet
+from benchmarks.simulation.engine import Engine
+from benchmarks.simulation.fleet import Fleet
+from benchmarks.simulation.times import EngineTimes
 from protocol.settings.settings import ServeSettings, UpSettings, load
 
 TIMES = EngineTimes(

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from benchmarks import routing
 from benchmarks.bench.traces import BLOCK_TOKENS
-from benchmarks.engine_times import EngineTimes
 from benchmarks.loads import MIXES, Request, Workload
 from benchmarks.routers import ProxyRouter
-from benchmarks.simulation import Engine, Fleet
+from benchmarks.simulation.engine import Engine
+from benchmarks.simulation.fleet import Fleet
+from benchmarks.simulation.times import EngineTimes
 from proxy.placement.request_profile import RequestProfile
 from proxy.placement.speed import StepTotals
 

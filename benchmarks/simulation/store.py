@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.engine_times import EngineTimes
+from benchmarks.simulation.times import EngineTimes
 from protocol.messages import HostTierReport
 from proxy.placement.prefix_index import PrefixIndex
 

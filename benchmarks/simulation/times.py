@@ -1,9 +1,10 @@
-"""The times of a simulated engine, which benchmarks.simulation runs."""
+"""The times of a simulated engine, which benchmarks.simulation.fleet runs."""
 
 from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.bench.traces import BLOCK_TOKENS
+from benchmarks.simulation.contention import Slowdowns
 from engine.core.budget import step_times
 from engine.core.budget.measurement import StepSizes, measure
 from engine.core.budget.step_times import StepTimes
@@ -22,7 +23,14 @@ class EngineTimes:
         token_s: time per token of a prompt.
         pair_s: time per pair of a prompt's token and a token before it (attention).
         request_s: time of a request before its prompt is queued, such as HTTP.
-        handoff_s: overhead of a disaggregated request.
+        request_work_s: processor time of a request outside of engines: in HTTP
+            processes, in the proxy, and in a load generator on the same host. Up to
+            `request_s` of it comes before the prompt is queued.
+        delivery_s: processor time outside of engines to deliver the tokens of a step.
+        delivery_token_s: the same, for each of these tokens.
+        handoff_s: time that disaggregation adds before the first token.
+        handoff_work_s: processor time that disaggregation adds to a request, except for
+            steps. Up to `handoff_s` of it comes before the first token.
         sent_token_s: time per token of KV that is sent over the link.
         lookup_s: time to look up a prefix on another server, before KV is sent.
         stored_token_s: time per token of KV that is pulled from the host's store;
@@ -40,6 +48,8 @@ class EngineTimes:
             3, .. servers run steps at the same time; the last number is for all larger
             counts. Servers with a device of their own do not slow each other down.
         prompt_slowdown: the same for steps with prompts.
+        shares_processors: whether engines compute on the processors that all other work
+            needs, as on a CPU. This work then counts like a step of a server.
     """
 
     step_s: float = 4.15e-3
@@ -48,7 +58,11 @@ class EngineTimes:
     token_s: float = 23.2e-6
     pair_s: float = 0.16e-9
     request_s: float = 0.0
+    request_work_s: float = 0.0
+    delivery_s: float = 0.0
+    delivery_token_s: float = 0.0
     handoff_s: float = 4e-3
+    handoff_work_s: float = 0.0
     sent_token_s: float = 131072 / 200e9
     lookup_s: float = 5e-3
     stored_token_s: float = 131072 / 40e9
@@ -58,15 +72,9 @@ class EngineTimes:
     min_prompt_step_s: float = 13e-3
     min_prompt_share: float = 0.25
     block_tokens: int = BLOCK_TOKENS
-    decode_slowdown: tuple[float, ...] = (1.0,)
-    prompt_slowdown: tuple[float, ...] = (1.0,)
-
-    def slowdown(self, num_running: int, *, has_prompts: bool) -> float:
-        """Return how many times as long a step takes while `num_running` servers run
-        steps.
-        """
-        factors = self.prompt_slowdown if has_prompts else self.decode_slowdown
-        return factors[min(num_running, len(factors)) - 1]
+    decode_slowdown: Slowdowns = (1.0,)
+    prompt_slowdown: Slowdowns = (1.0,)
+    shares_processors: bool = False
 
     def seconds(self, load: step_times.Load) -> float:
         """Return the time of a step."""

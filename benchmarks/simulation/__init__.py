@@ -1,0 +1,1 @@
+"""Simulated servers: steps of engines, and the requests that they get."""

@@ -1,0 +1,134 @@
+"""Work that takes longer while other work runs on the same device.
+
+A device is what servers share: a GPU, or the cores of a host. Every task is slowed down
+by a factor that depends on the number of tasks that run at the same time.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.simulation.events import Events
+
+# Factors for 1, 2, 3, .. running tasks; the last one is for all larger numbers.
+Slowdowns = tuple[float, ...]
+
+
+def slowdown(factors: Slowdowns, num_running: int) -> float:
+    """Return how many times as long a task takes while `num_running` tasks run."""
+    return factors[min(num_running, len(factors)) - 1]
+
+
+@dataclass(eq=False)
+class _Task:
+    """A running task.
+
+    Attributes:
+        number: tasks that end at the same time end in the order of their numbers.
+        remaining_s: seconds that the rest takes if no other task runs.
+    """
+
+    number: int
+    remaining_s: float
+    slowdowns: Slowdowns
+    on_end: Callable[[], None]
+
+
+class SharedDevice:
+    """Runs tasks at the same time, each slowed down by the others."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._tasks: list[_Task] = []
+        self._numbers = itertools.count()
+        self._advanced_at = 0.0
+        self._num_changes = 0
+
+    def start(
+        self, seconds: float, slowdowns: Slowdowns, on_end: Callable[[], None]
+    ) -> None:
+        """Start a task.
+
+        Args:
+            seconds: duration of the task if no other task runs.
+        """
+        self._advance()
+        self._tasks.append(_Task(next(self._numbers), seconds, slowdowns, on_end))
+        self._schedule_first_end()
+
+    def _advance(self) -> None:
+        """Advance all tasks to now. Called before the number of tasks changes."""
+        elapsed_s = self._events.now - self._advanced_at
+        self._advanced_at = self._events.now
+        for task in self._tasks:
+            task.remaining_s -= elapsed_s / self._slowdown(task)
+
+    def _slowdown(self, task: _Task) -> float:
+        return slowdown(task.slowdowns, len(self._tasks))
+
+    def _schedule_first_end(self) -> None:
+        """Schedule the end of the task that ends first."""
+        self._num_changes += 1
+        if not self._tasks:
+            return
+        seconds, _, task = min(
+            (task.remaining_s * self._slowdown(task), task.number, task)
+            for task in self._tasks
+        )
+        end_s = self._events.now + max(seconds, 0.0)
+        number = self._num_changes
+        self._events.schedule(end_s, partial(self._end, task, number))
+
+    def _end(self, task: _Task, number: int) -> None:
+        """End a task, unless the tasks have changed since its end was scheduled.
+
+        Args:
+            number: number of the change after which the end was scheduled.
+        """
+        if number != self._num_changes:
+            return
+        self._advance()
+        self._tasks.remove(task)
+        self._schedule_first_end()
+        task.on_end()
+
+
+class Frontend:
+    """What is computed for the requests of one server outside of its engine: by HTTP
+    processes, by the proxy, and by a load generator on the same host.
+
+    One task runs after another.
+    """
+
+    def __init__(self, device: SharedDevice, slowdowns: Slowdowns) -> None:
+        self._device = device
+        self._slowdowns = slowdowns
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._is_busy = False
+
+    def add(self, seconds: float, on_end: Callable[[], None] = lambda: None) -> None:
+        """Queue a task.
+
+        Args:
+            seconds: duration of the task if nothing else runs on the device.
+        """
+        self._waiting.append((seconds, on_end))
+        if not self._is_busy:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        while self._waiting:
+            seconds, on_end = self._waiting.popleft()
+            if seconds > 0:
+                self._is_busy = True
+                self._device.start(seconds, self._slowdowns, partial(self._end, on_end))
+                return
+            on_end()
+
+    def _end(self, on_end: Callable[[], None]) -> None:
+        self._is_busy = False
+        on_end()
+        if not self._is_busy:
+            self._start_next()

@@ -1,0 +1,228 @@
+"""Simulated servers, and the requests that a router sends them.
+
+Engines run steps. What the requests need outside of engines is done by a frontend of
+each server. On a CPU, engines and frontends share the processors.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from benchmarks.loads import FollowUp, Request
+from benchmarks.simulation.contention import Frontend, SharedDevice, Slowdowns
+from benchmarks.simulation.engine import Engine
+from benchmarks.simulation.events import Events
+from benchmarks.simulation.times import EngineTimes
+
+
+class Router(Protocol):
+    """Chooses the servers of each request.
+
+    Attributes:
+        lender: the engine from which the last placed request pulls KV, if any.
+    """
+
+    lender: Engine | None
+
+    def place_prompt(self, request: Request) -> Engine:
+        """Return the prefill or decode server that computes the prompt."""
+
+    def place_stream(self, request: Request) -> Engine:
+        """Return the decode server that generates the tokens."""
+
+    def on_computed(self, request: Request) -> None:
+        """Record that the prompt of a request is computed."""
+
+    def on_finished(self, request: Request) -> None:
+        """Record that a request has finished."""
+
+
+class Fleet:
+    """Engines, and the events that happen to them, in order of time.
+
+    Attributes:
+        router: set by the caller before `run`.
+        now: the simulated time in seconds.
+    """
+
+    router: Router
+
+    def __init__(
+        self, engines: list[Engine], times: EngineTimes, follow_up: FollowUp
+    ) -> None:
+        self.engines = engines
+        self.times = times
+        self._follow_up = follow_up
+        self.prefills = [engine for engine in engines if engine.is_prefill]
+        self.decodes = [engine for engine in engines if not engine.is_prefill]
+        self.requests: list[Request] = []
+        self._events = Events()
+        self._device = SharedDevice(self._events)
+        processors = SharedDevice(self._events)
+        slowdowns: Slowdowns = (1.0,)
+        if times.shares_processors:
+            processors = self._device
+            slowdowns = times.decode_slowdown
+        self._frontends = {
+            engine: Frontend(processors, slowdowns) for engine in engines
+        }
+
+    @property
+    def now(self) -> float:
+        return self._events.now
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Simulate until all requests and their follow-ups have finished."""
+        for request in requests:
+            self._add(request)
+        self._events.run()
+
+    def _add(self, request: Request) -> None:
+        self.requests.append(request)
+        self._events.schedule(request.arrival_s, partial(self._arrive, request))
+
+    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+        self._events.schedule(self.now + seconds, event)
+
+    def _arrive(self, request: Request) -> None:
+        engine = self.router.place_prompt(request)
+        request.on_decode_server = not engine.is_prefill
+        times = self.times
+        self._work(
+            engine,
+            times.request_work_s,
+            times.request_s,
+            partial(self._find_prefix, engine, request, self.router.lender),
+        )
+
+    def _work(
+        self, engine: Engine, work_s: float, total_s: float, then: Callable[[], None]
+    ) -> None:
+        """Do work at a server's frontend, and call `then`.
+
+        Args:
+            work_s: processor time.
+            total_s: time until `then` if nothing else runs. Work beyond it comes later.
+        """
+        frontend = self._frontends[engine]
+        first_s = min(work_s, total_s)
+        frontend.add(first_s, partial(self._after, total_s - first_s, then))
+        frontend.add(work_s - first_s)
+
+    def _find_prefix(
+        self, engine: Engine, request: Request, lender: Engine | None
+    ) -> None:
+        """Pull KV of the prompt from another server or from the store, and queue it."""
+        if lender is None:
+            pull_s = self._pull_from_store_s(engine, request)
+            self._after(pull_s, partial(self._enqueue, engine, request))
+            return
+        num_lender_blocks = lender.cached_blocks(request.hashes)
+        num_missing = num_lender_blocks - engine.cached_blocks(request.hashes)
+        num_pulled = max(num_missing, 0)
+        if num_pulled:
+            # The server counts the blocks as cached at once. The request is queued only
+            # when the blocks have arrived.
+            engine.cache(request.hashes[:num_lender_blocks])
+        num_tokens = num_pulled * self.times.block_tokens
+        sent_s = num_tokens * self.times.sent_token_s + self.times.lookup_s
+        # The lender answers between two of its steps.
+        answered_at = max(lender.busy_until, self.now)
+        self._events.schedule(
+            answered_at + sent_s, partial(self._enqueue, engine, request)
+        )
+
+    def _pull_from_store_s(self, engine: Engine, request: Request) -> float:
+        """Pull what the store of the engine's host has in addition to the engine, if
+        that is faster than computing it. Return the seconds that it takes.
+        """
+        if engine.store is None:
+            return 0.0
+        num_stored = engine.store.cached_blocks(request.hashes)
+        num_missing = num_stored - engine.cached_blocks(request.hashes)
+        num_tokens = max(num_missing, 0) * self.times.block_tokens
+        pull_s = self.times.lookup_s + num_tokens * self.times.stored_token_s
+        if num_tokens * self.times.token_s <= pull_s:
+            return 0.0
+        engine.cache(request.hashes[:num_stored])
+        return pull_s
+
+    def _enqueue(self, engine: Engine, request: Request) -> None:
+        engine.admit(request)
+        self._start_step(engine)
+
+    def _start_step(self, engine: Engine) -> None:
+        if not engine.is_busy and (engine.waiting or engine.streams):
+            engine.is_busy = True
+            end, computed = engine.step(self.now)
+            engine.busy_until = end
+            slowdowns = self.times.decode_slowdown
+            if engine.step_prompt_tokens:
+                slowdowns = self.times.prompt_slowdown
+            on_end = partial(self._end_step, engine, self.now, computed)
+            self._device.start(end - self.now, slowdowns, on_end)
+
+    def _end_step(
+        self, engine: Engine, started_at: float, computed: list[Request]
+    ) -> None:
+        engine.record_step(self.now - started_at)
+        engine.is_busy = False
+        self._deliver_tokens(engine)
+        for request in engine.generate_tokens(self.now):
+            self._finish(request)
+        for request in computed:
+            if engine.is_prefill:
+                self._after(
+                    max(self.times.handoff_s - self.times.handoff_work_s, 0.0),
+                    partial(self._hand_over, request),
+                )
+            else:
+                self.router.on_computed(request)
+                if not self._end_at_first_token(request):
+                    engine.start_stream(request, self.now)
+        self._start_step(engine)
+
+    def _deliver_tokens(self, engine: Engine) -> None:
+        num_tokens = len(engine.streams)
+        if num_tokens:
+            work_s = self.times.delivery_s + num_tokens * self.times.delivery_token_s
+            self._frontends[engine].add(work_s)
+
+    def _end_at_first_token(self, request: Request) -> bool:
+        """End a request that has all of its tokens once its prompt is computed. Return
+        whether it has.
+        """
+        if request.output_tokens > 1:
+            return False
+        request.first_token_s = self.now
+        request.last_token_s = self.now
+        request.generated_tokens = 1
+        self._finish(request)
+        return True
+
+    def _finish(self, request: Request) -> None:
+        self.router.on_finished(request)
+        next_request = self._follow_up(request, self.now)
+        if next_request is not None:
+            self._add(next_request)
+
+    def _hand_over(self, request: Request) -> None:
+        """Let the decode server take over a request whose prompt is computed."""
+        self.router.on_computed(request)
+        engine = self.router.place_stream(request)
+        work_s = self.times.handoff_work_s
+        total_s = min(work_s, self.times.handoff_s)
+        self._work(engine, work_s, total_s, partial(self._send, engine, request))
+
+    def _send(self, engine: Engine, request: Request) -> None:
+        """Deliver the first token, and send the KV of the prompt."""
+        if self._end_at_first_token(request):
+            return
+        request.first_token_s = self.now
+        request.last_token_s = self.now
+        sent_s = request.prompt_tokens * self.times.sent_token_s
+        self._after(sent_s, partial(self._deliver, engine, request))
+
+    def _deliver(self, engine: Engine, request: Request) -> None:
+        engine.deliver(request, self.now)
+        self._start_step(engine)

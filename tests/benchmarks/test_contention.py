@@ -1,0 +1,107 @@
+"""Tasks on a shared device, and the frontends of simulated servers."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from benchmarks.advice.fit import fit_deliveries, fit_slowdowns
+from benchmarks.advice.predict import predict
+from benchmarks.bench.slo import Slo
+from benchmarks.simulation.contention import Frontend, SharedDevice, slowdown
+from benchmarks.simulation.events import Events
+from tests.benchmarks.test_advice import HOST, PAIR, REPLICAS, TIMES, workload_of
+
+TWO_CORES = (1.0, 1.0, 1.5, 2.0)
+
+
+def test_slowdown_is_that_of_the_number_of_tasks_or_the_last():
+    assert [slowdown(TWO_CORES, n) for n in (1, 3, 4, 9)] == [1.0, 1.5, 2.0, 2.0]
+
+
+def test_tasks_that_overlap_partly_are_slowed_down_partly():
+    """Three tasks of 1 s on two cores; the third one starts when the others are half
+    done. Until the first two end, every task gets two thirds of a core.
+    """
+    events = Events()
+    device = SharedDevice(events)
+    ends: dict[str, float] = {}
+
+    def start(name: str) -> None:
+        device.start(1.0, TWO_CORES, lambda: ends.update({name: events.now}))
+
+    events.schedule(0.0, partial(start, "first"))
+    events.schedule(0.0, partial(start, "second"))
+    events.schedule(0.5, partial(start, "third"))
+    events.run()
+    assert ends == pytest.approx({"first": 1.25, "second": 1.25, "third": 1.75})
+
+
+def test_frontend_runs_one_task_after_another():
+    events = Events()
+    frontend = Frontend(SharedDevice(events), TWO_CORES)
+    ends: list[tuple[str, float]] = []
+    for name, seconds in [("first", 1.0), ("nothing", 0.0), ("second", 0.5)]:
+        frontend.add(seconds, partial(ends.append, (name, seconds)))
+    frontend.add(0.25, lambda: ends.append(("last", events.now)))
+    events.run()
+    assert [name for name, _ in ends] == ["first", "nothing", "second", "last"]
+    assert ends[-1] == ("last", pytest.approx(1.75))
+
+
+def test_task_without_work_ends_at_once_on_an_idle_frontend():
+    events = Events()
+    ended: list[float] = []
+    Frontend(SharedDevice(events), TWO_CORES).add(0.0, lambda: ended.append(events.now))
+    assert ended == [0.0]
+
+
+@pytest.mark.parametrize("deployment", [REPLICAS, PAIR])
+@pytest.mark.parametrize("work", ["request_work_s", "delivery_s", "handoff_work_s"])
+def test_work_outside_of_engines_slows_engines_on_a_cpu(deployment, work):
+    """It slows no engine that has a device of its own, and delays no idle request."""
+    burst = workload_of(*[(0.01 * index, 100, 20) for index in range(40)])
+    one = workload_of((0.0, 100, 20))
+    slo = Slo(ttft=60.0)
+    slowdowns = tuple(max(1.0, count / 2) for count in range(1, 9))
+    times = replace(TIMES, decode_slowdown=slowdowns, prompt_slowdown=slowdowns)
+    busy = replace(times, **{work: 0.01})
+    goodput = {}
+    for name, each in [
+        ("gpu", times),
+        ("gpu, busy", busy),
+        ("cpu", replace(times, shares_processors=True)),
+        ("cpu, busy", replace(busy, shares_processors=True)),
+    ]:
+        host = replace(HOST, times=each)
+        goodput[name] = predict(host, deployment, burst, slo).goodput
+        alone = predict(host, deployment, one, slo)
+        assert alone.ttft_p50_s == pytest.approx(
+            predict(HOST, deployment, one, slo).ttft_p50_s, abs=0.006
+        )
+    assert goodput["gpu"] == goodput["cpu"]
+    if deployment.is_split or work != "handoff_work_s":
+        assert goodput["cpu, busy"] < 0.95 * goodput["cpu"]
+        assert goodput["cpu, busy"] < goodput["gpu, busy"]
+    else:
+        assert goodput["cpu, busy"] == goodput["cpu"]
+
+
+def test_fit_recovers_the_work_of_deliveries():
+    samples = [(tokens, 5e-4 + tokens * 1e-4) for tokens in (1, 4, 16, 48)]
+    assert fit_deliveries(samples) == pytest.approx((5e-4, 1e-4))
+
+
+def test_servers_with_devices_of_their_own_are_not_slowed_down():
+    assert fit_slowdowns([0.01, 0.0099, 0.01], work_s=0.0) == (1.0, 1.0, 1.0)
+
+
+def test_work_outside_of_engines_counts_as_tasks():
+    """Four servers on two cores, each of them with an engine that is always busy and
+    work that takes half of the time.
+    """
+    seconds = [0.01 * max(1.0, 1.5 * count / 2) for count in (1, 2, 3, 4)]
+    factors = fit_slowdowns(seconds, work_s=0.005)
+    assert len(factors) == 8
+    assert factors[2:] == pytest.approx([max(1.0, n / 2) for n in range(3, 9)])
+    assert factors[0] == 1.0

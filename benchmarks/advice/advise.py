@@ -12,17 +12,17 @@ from benchmarks.advice.constants import HostConstants, read_constants, save_cons
 from benchmarks.advice.deployments import deployments
 from benchmarks.advice.options import MAX_SERVERS
 from benchmarks.advice.predict import (
+    NEGLIGIBLE_GAIN,
     Prediction,
     best_of_each_kind,
     predict,
+    predicts_tie,
     recommended,
 )
 from benchmarks.advice.servers import ServerOptions
 from benchmarks.advice.verify import Measured, prediction_dict, verify
 from benchmarks.bench import options as bench_options
 from benchmarks.bench.errors import BenchError
-from benchmarks.bench.generator import LoadOptions
-from benchmarks.bench.prompts import BodyOptions
 from benchmarks.bench.slo import Slo
 from benchmarks.bench.workload import Workload
 from protocol.settings.machine import available_cores
@@ -60,15 +60,15 @@ def advise(args: argparse.Namespace) -> int:
         "slo": slo.limits(),
         "predictions": [prediction_dict(each) for each in predictions],
         "recommended": best.deployment.name,
+        "is_tie": predicts_tie(best_of_each_kind(predictions)),
         "command": best.deployment.command(args.model),
     }
     if args.verify:
-        load = LoadOptions(BodyOptions(seed=args.seed), concurrency=10_000)
         measured = verify(
             best_of_each_kind(predictions),
             options,
             workload,
-            load,
+            args.seed,
             slo,
             constants.probe_s,
         )
@@ -177,25 +177,38 @@ def _recommendation(
     (other,) = (
         each for each in kinds if each.deployment.is_split != best.deployment.is_split
     )
+    outcome = ""
+    if predicts_tie(kinds):
+        outcome = f"; the two tie: they differ by less than {NEGLIGIBLE_GAIN:.0%}"
     command = best.deployment.command(model)
     return (
         f"recommended: {best.deployment.name} ({best.goodput:.3f} requests/s within "
-        f"the SLO; {other.deployment.name}: {other.goodput:.3f})\n    {command}"
+        f"the SLO; {other.deployment.name}: {other.goodput:.3f}{outcome})\n"
+        f"    {command}"
     )
 
 
 def print_verification(measured: Sequence[Measured]) -> None:
     """Print predictions and measurements side by side, and which deployment won."""
-    print("deployment                   predicted/s  measured/s   error  host slowdown")
+    print(
+        "deployment                   predicted/s  measured/s            runs   error"
+    )
     for each in measured:
         error = "-" if each.error is None else f"{each.error:+.1%}"
+        runs = f"{each.goodputs[0]:.3f} to {each.goodputs[-1]:.3f}"
         print(
-            f"{each.predicted.deployment.name:28} {each.predicted.goodput:11.3f} "
-            f"{each.measured.goodput:11.3f} {error:>7} {each.host_slowdown:14.2f}"
+            f"{each.name:28} {each.predicted.goodput:11.3f} {each.goodput:11.3f} "
+            f"{runs:>15} {error:>7}"
         )
-        if each.num_failed:
-            print(f"WARNING: {each.num_failed} requests of this run failed")
-    predicted = max(measured, key=lambda each: each.predicted.goodput)
-    winner = max(measured, key=lambda each: each.measured.goodput)
-    outcome = "as predicted" if winner is predicted else "not as predicted"
-    print(f"{winner.predicted.deployment.name} won the real run, {outcome}")
+        for run in each.runs:
+            if run.num_failed:
+                print(f"WARNING: {run.num_failed} requests of a run failed")
+    slowdowns = [run.host_slowdown for each in measured for run in each.runs]
+    print(f"host slowdown {min(slowdowns):.2f} to {max(slowdowns):.2f}")
+    winner, loser = sorted(measured, key=lambda each: -each.goodput)
+    if winner.ties_with(loser):
+        print("the real runs tie: their ranges overlap")
+        return
+    is_predicted = winner.predicted.goodput >= loser.predicted.goodput
+    outcome = "as predicted" if is_predicted else "not as predicted"
+    print(f"{winner.name} won the real runs, {outcome}")

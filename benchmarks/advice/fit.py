@@ -111,15 +111,15 @@ def fit_slowdowns(seconds: Sequence[float], work_s: float) -> tuple[float, ...]:
         return tuple(round(factor, 4) for factor in factors)
     tasks_per_server = 1 + min(work_s / seconds[0], 1.0)
     counts = [tasks_per_server * (index + 1) for index in range(num_servers)]
-    # At most one task of each server's engine and one of its frontend run at once.
-    most = 2 * num_servers
+    # Each server has at most a task of its engine and one of its frontend.
+    max_tasks = 2 * num_servers
     middle = (num_servers - 1) // 2
     slope = (factors[-1] - factors[middle]) / max(counts[-1] - counts[middle], 1.0)
-    counts.append(most + 1.0)
+    counts.append(max_tasks + 1.0)
     factors.append(factors[-1] + slope * (counts[-1] - counts[-2]))
     return tuple(
         round(float(factor), 4)
-        for factor in np.interp(range(1, most + 1), counts, factors)
+        for factor in np.interp(range(1, max_tasks + 1), counts, factors)
     )
 
 

@@ -117,3 +117,13 @@ def best_of_each_kind(predictions: Sequence[Prediction]) -> list[Prediction]:
         if of_kind:
             kinds.append(recommended(of_kind))
     return sorted(kinds, key=lambda prediction: -prediction.goodput)
+
+
+def predicts_tie(kinds: Sequence[Prediction]) -> bool:
+    """Return whether the predicted goodputs hardly differ.
+
+    Args:
+        kinds: the predictions of `best_of_each_kind`.
+    """
+    goodputs = [prediction.goodput for prediction in kinds]
+    return min(goodputs) >= (1 - NEGLIGIBLE_GAIN) * max(goodputs)

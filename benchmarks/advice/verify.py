@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.advice.client import probe_url
+from benchmarks.advice.deployments import Deployment
 from benchmarks.advice.predict import Prediction, percentile
 from benchmarks.advice.servers import (
     RunningServers,
@@ -16,13 +17,17 @@ from benchmarks.advice.servers import (
     running_servers,
 )
 from benchmarks.bench.generator import LoadOptions, Side, run_load
+from benchmarks.bench.prompts import BodyOptions
 from benchmarks.bench.slo import Slo
 from benchmarks.bench.workload import Workload
 
+# Two runs of the same deployment show how much the host changes between runs.
+NUM_RUNS = 2
+
 
 @dataclass(frozen=True)
-class Measured:
-    """A prediction, and what a real run of the same load gave.
+class Run:
+    """One real run of a load.
 
     Attributes:
         host_slowdown: duration of the probe after the run, divided by its duration when
@@ -30,28 +35,64 @@ class Measured:
         loop_lag_p99_s: how late the load generator was, in seconds.
     """
 
-    predicted: Prediction
     measured: Prediction
     num_failed: int
     host_slowdown: float
     loop_lag_p99_s: float
 
-    @property
-    def error(self) -> float | None:
-        """The relative error of the predicted goodput; None: nothing met the SLO."""
-        if not self.measured.goodput:
-            return None
-        return self.predicted.goodput / self.measured.goodput - 1
-
     def as_dict(self) -> dict[str, Any]:
         return {
-            "deployment": self.predicted.deployment.name,
-            "predicted": prediction_dict(self.predicted),
-            "measured": prediction_dict(self.measured),
-            "error": None if self.error is None else round(self.error, 4),
+            **prediction_dict(self.measured),
             "failed": self.num_failed,
             "host_slowdown": round(self.host_slowdown, 3),
             "loop_lag_p99_ms": round(self.loop_lag_p99_s * 1e3, 2),
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A prediction, and what real runs of the same load gave."""
+
+    predicted: Prediction
+    runs: tuple[Run, ...]
+
+    @property
+    def name(self) -> str:
+        return self.predicted.deployment.name
+
+    @property
+    def goodputs(self) -> list[float]:
+        """The goodput of each run, in ascending order."""
+        return sorted(run.measured.goodput for run in self.runs)
+
+    @property
+    def goodput(self) -> float:
+        """The mean goodput of the runs."""
+        return statistics.mean(self.goodputs)
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of the predicted goodput; None: nothing met the SLO."""
+        if not self.goodput:
+            return None
+        return self.predicted.goodput / self.goodput - 1
+
+    def ties_with(self, other: "Measured") -> bool:
+        """Whether the difference is within what runs of one deployment differ by: the
+        ranges of the two goodputs overlap.
+        """
+        return (
+            self.goodputs[0] <= other.goodputs[-1]
+            and other.goodputs[0] <= self.goodputs[-1]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "deployment": self.name,
+            "predicted": prediction_dict(self.predicted),
+            "goodput_requests_per_s": round(self.goodput, 4),
+            "error": None if self.error is None else round(self.error, 4),
+            "runs": [run.as_dict() for run in self.runs],
         }
 
 
@@ -66,14 +107,21 @@ def prediction_dict(prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def load_of_run(seed: int, number: int) -> LoadOptions:
+    """Return the options of a run. Each run has its own prompts, because servers have
+    cached those of the runs before.
+    """
+    return LoadOptions(BodyOptions(seed=NUM_RUNS * seed + number), concurrency=10_000)
+
+
 def run_deployment(
     servers: RunningServers,
-    predicted: Prediction,
+    deployment: Deployment,
     workload: Workload,
     load: LoadOptions,
     slo: Slo,
     probe_s: float,
-) -> Measured:
+) -> Run:
     """Start a proxy in front of running servers, and send them the load.
 
     Args:
@@ -82,7 +130,6 @@ def run_deployment(
     Raises:
         BenchError: the proxy was not ready, or a warm-up request failed.
     """
-    deployment = predicted.deployment
     with running_proxy(servers, deployment) as proxy:
         asyncio.run(probe_url(proxy.url))  # connects the servers
         side = Side(deployment.name, (proxy.url,))
@@ -101,8 +148,7 @@ def run_deployment(
         ttft_p99_s=percentile(ttfts_s, 0.99),
         itl_mean_s=statistics.mean([t.mean_itl_s for t in succeeded] or [0.0]),
     )
-    return Measured(
-        predicted=predicted,
+    return Run(
         measured=measured,
         num_failed=len(timelines) - len(succeeded),
         host_slowdown=probe_after_s / probe_s,
@@ -114,7 +160,7 @@ def verify(
     predictions: Sequence[Prediction],
     options: ServerOptions,
     workload: Workload,
-    load: LoadOptions,
+    seed: int,
     slo: Slo,
     probe_s: float,
 ) -> list[Measured]:
@@ -132,7 +178,16 @@ def verify(
         ) as servers:
             seconds = time.monotonic() - started_at
             print(f"{deployment.name}: servers ready after {seconds:.0f} s", flush=True)
-            measured.append(
-                run_deployment(servers, prediction, workload, load, slo, probe_s)
-            )
+            runs = [
+                run_deployment(
+                    servers,
+                    deployment,
+                    workload,
+                    load_of_run(seed, number),
+                    slo,
+                    probe_s,
+                )
+                for number in range(NUM_RUNS)
+            ]
+        measured.append(Measured(prediction, tuple(runs)))
     return measured

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.advice.accuracy import cases, is_right
+from benchmarks.advice.accuracy import cases, is_right, summary
 from benchmarks.advice.constants import HostConstants, read_constants, save_constants
 from benchmarks.advice.deployments import Deployment, deployments
 from benchmarks.advice.fit import DecodeSample, PromptSample, fit_decode, fit_prompts
@@ -18,7 +18,7 @@ from benchmarks.advice.predict import (
     predict,
     recommended,
 )
-from benchmarks.advice.verify import Measured
+from benchmarks.advice.verify import Measured, Run
 from benchmarks.bench import cli
 from benchmarks.bench.errors import BenchError
 from benchmarks.bench.slo import Slo
@@ -249,16 +249,41 @@ def test_simplest_deployment_is_recommended_unless_another_is_clearly_better():
     assert [each.deployment.name for each in kinds] == ["split", "replicas"]
 
 
-def measured(predicted: float, actual: float) -> Measured:
-    return Measured(prediction("p", 0, predicted), prediction("p", 0, actual), 0, 1, 0)
+def measured(prefills: int, predicted: float, *actual: float) -> Measured:
+    runs = [Run(prediction("p", prefills, each), 0, 1.0, 0.0) for each in actual]
+    return Measured(prediction("p", prefills, predicted), tuple(runs))
 
 
-def test_error_and_winner_of_a_verification():
-    assert measured(1.1, 1.0).error == pytest.approx(0.1)
-    assert measured(1.0, 0.0).error is None
-    assert is_right([measured(2.0, 1.0), measured(1.0, 0.9)])
-    assert is_right([measured(2.0, 0.98), measured(1.0, 1.0)])
-    assert not is_right([measured(2.0, 0.9), measured(1.0, 1.0)])
+def test_error_of_a_prediction_is_that_of_the_mean_of_the_runs():
+    assert measured(0, 1.1, 0.9, 1.1).error == pytest.approx(0.1)
+    assert measured(0, 1.0, 0.0, 0.0).error is None
+
+
+def test_deployments_tie_if_the_ranges_of_their_runs_overlap():
+    assert measured(0, 1.0, 1.0, 1.2).ties_with(measured(1, 1.0, 1.3, 1.1))
+    assert measured(1, 1.0, 1.3, 1.1).ties_with(measured(0, 1.0, 1.0, 1.2))
+    assert not measured(0, 1.0, 1.0, 1.1).ties_with(measured(1, 1.0, 1.3, 1.2))
+
+
+def test_recommendation_is_right_if_it_won_or_tied():
+    assert is_right([measured(0, 1.0, 0.9, 0.8), measured(1, 2.0, 1.0, 1.1)])
+    assert not is_right([measured(0, 2.0, 0.9, 0.9), measured(1, 1.0, 1.0, 1.0)])
+    assert is_right([measured(1, 2.0, 0.9, 1.1), measured(0, 1.0, 1.0, 1.2)])
+    # The simpler deployment is recommended, because the difference is negligible.
+    assert not is_right([measured(1, 1.01, 1.0, 1.0), measured(0, 1.0, 0.9, 0.9)])
+
+
+def test_summary_counts_ties_and_errors():
+    results = {
+        "a tie": [measured(0, 1.0, 0.9, 1.1), measured(1, 1.2, 1.0, 1.2)],
+        "wrong": [measured(0, 2.0, 1.0, 1.0), measured(1, 1.0, 1.1, 1.1)],
+        "nothing": [measured(0, 2.0, 1.0, 1.0), measured(1, 1.0, 0.0, 0.0)],
+    }
+    counts = summary(results)
+    assert counts["right_winners"] == 2
+    assert counts["ties"] == 1
+    assert (counts["within_15_percent"], counts["predictions"]) == (3, 6)
+    assert counts["max_error"] == 1.0
 
 
 def test_cases_of_the_accuracy_suit_the_host():
@@ -301,6 +326,8 @@ def test_advice_from_saved_constants_ends_in_a_recommendation(tmp_path, capsys):
     assert document["recommended"] == "4 replicas, round robin"
     assert document["command"] in lines[-1]
     assert document["requests"] == 20
+    assert document["is_tie"] is True
+    assert "the two tie: they differ by less than 3%" in lines[-2]
     assert read_constants(tmp_path / "again.json") == HOST
 
 

@@ -75,8 +75,8 @@ def test_work_outside_of_engines_slows_engines_on_a_cpu(deployment, work):
     ]:
         host = replace(HOST, times=each)
         goodput[name] = predict(host, deployment, burst, slo).goodput
-        alone = predict(host, deployment, one, slo)
-        assert alone.ttft_p50_s == pytest.approx(
+        idle = predict(host, deployment, one, slo)
+        assert idle.ttft_p50_s == pytest.approx(
             predict(HOST, deployment, one, slo).ttft_p50_s, abs=0.006
         )
     assert goodput["gpu"] == goodput["cpu"]

@@ -208,7 +208,8 @@ def _line(predicted: Prediction, run: Run) -> str:
         f"({predicted.share:.0%}), measured {measured.goodput:.3f} "
         f"({measured.share:.0%}); TTFT p50 {predicted.ttft_p50_s * 1e3:.0f}, "
         f"{measured.ttft_p50_s * 1e3:.0f} ms; ITL {predicted.itl_mean_s * 1e3:.1f}, "
-        f"{measured.itl_mean_s * 1e3:.1f} ms; host slowdown {run.host_slowdown:.2f}"
+        f"{measured.itl_mean_s * 1e3:.1f} ms; host slowdown {run.host_slowdown:.2f}, "
+        f"other programs {run.other_processors:.2f} processors"
     )
 
 
@@ -238,6 +239,9 @@ def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
     listed = [result for results in measured.values() for result in results]
     errors = [abs(result.error) for result in listed if result.error is not None]
     slowdowns = [run.host_slowdown for result in listed for run in result.runs]
+    other_processors = [
+        run.other_processors for result in listed for run in result.runs
+    ]
     spreads = [
         (result.goodputs[-1] - result.goodputs[0]) / result.goodput
         for result in listed
@@ -252,6 +256,10 @@ def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
         "median_error": round(statistics.median(errors), 4) if errors else None,
         "max_error": round(max(errors), 4) if errors else None,
         "median_run_spread": round(statistics.median(spreads), 4) if spreads else None,
+        "other_processors_range": [
+            round(min(other_processors), 3),
+            round(max(other_processors), 3),
+        ],
         "host_slowdown_range": [round(min(slowdowns), 3), round(max(slowdowns), 3)],
     }
 

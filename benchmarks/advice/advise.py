@@ -204,7 +204,11 @@ def print_verification(measured: Sequence[Measured]) -> None:
             if run.num_failed:
                 print(f"WARNING: {run.num_failed} requests of a run failed")
     slowdowns = [run.host_slowdown for each in measured for run in each.runs]
-    print(f"host slowdown {min(slowdowns):.2f} to {max(slowdowns):.2f}")
+    others = max(run.other_processors for each in measured for run in each.runs)
+    print(
+        f"host slowdown {min(slowdowns):.2f} to {max(slowdowns):.2f}, other programs "
+        f"used up to {others:.1f} processors"
+    )
     winner, loser = sorted(measured, key=lambda each: -each.goodput)
     if winner.ties_with(loser):
         print("the real runs tie: their ranges overlap")

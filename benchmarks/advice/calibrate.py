@@ -30,7 +30,7 @@ from benchmarks.advice.fit import (
     fit_prompts,
     fit_slowdowns,
 )
-from benchmarks.advice.processors import children
+from benchmarks.advice.processors import OtherPrograms, children
 from benchmarks.advice.servers import (
     RunningServers,
     ServerOptions,
@@ -41,6 +41,7 @@ from benchmarks.bench.endpoint import open_session
 from benchmarks.bench.errors import BenchError
 from benchmarks.bench.scrape import parse_samples
 from benchmarks.simulation.times import EngineTimes
+from protocol.settings.machine import available_cores
 from protocol.settings.settings import DecodeSettings, load
 
 _TIMEOUT_S = 300.0
@@ -63,6 +64,7 @@ _SHARED_PROMPTS = 8  # of each server
 # Requests with which processor time is measured, and how many of them are in flight.
 _WORK_REQUESTS = 24
 _WORK_IN_FLIGHT = 4
+_MAX_OTHER_SHARE = 0.1  # of the processors, for programs that are not measured
 _ONE = Deployment("one server", 0, 1, "round_robin", "never", pulls=False)
 _PAIR = Deployment("a pair", 1, 1, "auto", "always", pulls=True)
 
@@ -319,7 +321,7 @@ def _start_proxies(
     stack: ExitStack, servers: RunningServers
 ) -> tuple[list[Endpoint], Endpoint | None]:
     """Start a proxy for each server, and one for the first two as a pair."""
-    pids = [child.pid for child in servers.children]
+    pids = servers.pids
     endpoints = []
     for url, pid in zip(servers.decodes, pids, strict=True):
         single = RunningServers([], [url], servers.secret, servers.timeout_s)
@@ -349,11 +351,16 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
         servers = stack.enter_context(running_servers(options, 0, num_servers))
         print(f"servers ready after {time.monotonic() - started_at:.0f} s", flush=True)
         endpoints, pair_endpoint = _start_proxies(stack, servers)
+        pids = {pid for endpoint in endpoints for pid in endpoint.pids}
+        if pair_endpoint is not None:
+            pids |= set(pair_endpoint.pids)
+        others = OtherPrograms(sorted(pids))
         times, max_model_len, probe = asyncio.run(
             _measure(endpoints, pair_endpoint, settings, options.device)
         )
         seconds = time.monotonic() - started_at
         print(f"constants measured after {seconds:.0f} s", flush=True)
+        _warn_if_busy(others.processors())
         capacity, block_tokens = asyncio.run(_read_capacity(servers.decodes[0]))
     return HostConstants(
         model=options.model,
@@ -377,3 +384,14 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
 def _target_s(settings: DecodeSettings, device: str) -> float | None:
     """Return the target for the time between tokens; None: there is no target."""
     return settings.itl_target_s or settings.usual_itl_target_for(device)
+
+
+def _warn_if_busy(other_processors: float) -> None:
+    """Print a warning if the constants are too high because of other programs."""
+    if other_processors > _MAX_OTHER_SHARE * available_cores():
+        print(
+            f"WARNING: other programs used {other_processors:.1f} of "
+            f"{available_cores()} processors while the constants were measured; "
+            "predictions are too low if the host is idle later",
+            flush=True,
+        )

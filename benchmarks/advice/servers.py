@@ -52,6 +52,11 @@ class RunningServers:
     timeout_s: float
     children: list[lifecycle.Child] = field(default_factory=list)
 
+    @property
+    def pids(self) -> list[int]:
+        """The servers' processes, prefill servers first."""
+        return [child.pid for child in self.children]
+
 
 @contextmanager
 def running_servers(
@@ -118,7 +123,7 @@ def running_proxy(
         (port,) = _start(proxy, [("proxy", argv)])
         url = f"http://{LOOPBACK}:{port}"
         _wait_until_ready(url, servers.timeout_s)
-        yield RunningProxy(url, proxy.children[0].pid)
+        yield RunningProxy(url, proxy.pids[0])
     finally:
         lifecycle.terminate(proxy.children, _STOP_S)
 

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.advice.client import probe_url
 from benchmarks.advice.deployments import Deployment
 from benchmarks.advice.predict import Prediction, percentile
+from benchmarks.advice.processors import OtherPrograms
 from benchmarks.advice.servers import (
     RunningServers,
     ServerOptions,
@@ -32,12 +33,14 @@ class Run:
     Attributes:
         host_slowdown: duration of the probe after the run, divided by its duration when
             the constants were measured. Above 1, the host has become slower.
+        other_processors: how many processors other programs used during the run.
         loop_lag_p99_s: how late the load generator was, in seconds.
     """
 
     measured: Prediction
     num_failed: int
     host_slowdown: float
+    other_processors: float
     loop_lag_p99_s: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -45,6 +48,7 @@ class Run:
             **prediction_dict(self.measured),
             "failed": self.num_failed,
             "host_slowdown": round(self.host_slowdown, 3),
+            "other_processors": round(self.other_processors, 3),
             "loop_lag_p99_ms": round(self.loop_lag_p99_s * 1e3, 2),
         }
 
@@ -133,7 +137,9 @@ def run_deployment(
     with running_proxy(servers, deployment) as proxy:
         asyncio.run(probe_url(proxy.url))  # connects the servers
         side = Side(deployment.name, (proxy.url,))
+        others = OtherPrograms([*servers.pids, proxy.pid])
         result = asyncio.run(run_load([side], workload, load))
+        other_processors = others.processors()
         probe_after_s = asyncio.run(probe_url(proxy.url))
     timelines = [record.timeline for record in result.sides[0].records]
     succeeded = [timeline for timeline in timelines if timeline.succeeded]
@@ -152,6 +158,7 @@ def run_deployment(
         measured=measured,
         num_failed=len(timelines) - len(succeeded),
         host_slowdown=probe_after_s / probe_s,
+        other_processors=other_processors,
         loop_lag_p99_s=percentile(sorted(result.loop_lags_s) or [0.0], 0.99),
     )
 

@@ -250,7 +250,7 @@ def test_simplest_deployment_is_recommended_unless_another_is_clearly_better():
 
 
 def measured(prefills: int, predicted: float, *actual: float) -> Measured:
-    runs = [Run(prediction("p", prefills, each), 0, 1.0, 0.0) for each in actual]
+    runs = [Run(prediction("p", prefills, each), 0, 1.0, 0.0, 0.0) for each in actual]
     return Measured(prediction("p", prefills, predicted), tuple(runs))
 
 

@@ -1,5 +1,9 @@
 """Tasks on a shared device, and the frontends of simulated servers."""
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -7,12 +11,36 @@ import pytest
 
 from benchmarks.advice.fit import fit_deliveries, fit_slowdowns
 from benchmarks.advice.predict import predict
+from benchmarks.advice.processors import OtherPrograms, children, processor_seconds
 from benchmarks.bench.slo import Slo
 from benchmarks.simulation.contention import Frontend, SharedDevice, slowdown
 from benchmarks.simulation.events import Events
 from tests.benchmarks.test_advice import HOST, PAIR, REPLICAS, TIMES, workload_of
 
 TWO_CORES = (1.0, 1.0, 1.5, 2.0)
+
+
+def test_processor_time_of_other_programs_is_found():
+    """A child counts as another program unless it is measured."""
+    code = "print(flush=True)\nwhile True: pass"
+    argv = [sys.executable, "-c", code]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            measured = OtherPrograms([child.pid])
+            unmeasured = OtherPrograms([])
+            before_s = processor_seconds([child.pid])
+            deadline = time.monotonic() + 60.0
+            while processor_seconds([child.pid]) < before_s + 0.3:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert child.pid in children(os.getpid())
+            assert unmeasured.processors() > measured.processors()
+        finally:
+            child.kill()
+    assert processor_seconds([child.pid]) < before_s + 0.3
+    assert children(child.pid) == []
 
 
 def test_slowdown_is_that_of_the_number_of_tasks_or_the_last():

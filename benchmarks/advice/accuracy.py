@@ -239,9 +239,7 @@ def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
     listed = [result for results in measured.values() for result in results]
     errors = [abs(result.error) for result in listed if result.error is not None]
     slowdowns = [run.host_slowdown for result in listed for run in result.runs]
-    other_processors = [
-        run.other_processors for result in listed for run in result.runs
-    ]
+    others = [run.other_processors for result in listed for run in result.runs]
     spreads = [
         (result.goodputs[-1] - result.goodputs[0]) / result.goodput
         for result in listed
@@ -256,10 +254,7 @@ def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
         "median_error": round(statistics.median(errors), 4) if errors else None,
         "max_error": round(max(errors), 4) if errors else None,
         "median_run_spread": round(statistics.median(spreads), 4) if spreads else None,
-        "other_processors_range": [
-            round(min(other_processors), 3),
-            round(max(other_processors), 3),
-        ],
+        "other_processors_range": [round(min(others), 3), round(max(others), 3)],
         "host_slowdown_range": [round(min(slowdowns), 3), round(max(slowdowns), 3)],
     }
 

@@ -351,10 +351,10 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
         servers = stack.enter_context(running_servers(options, 0, num_servers))
         print(f"servers ready after {time.monotonic() - started_at:.0f} s", flush=True)
         endpoints, pair_endpoint = _start_proxies(stack, servers)
-        pids = {pid for endpoint in endpoints for pid in endpoint.pids}
+        pids = [pid for endpoint in endpoints for pid in endpoint.pids]
         if pair_endpoint is not None:
-            pids |= set(pair_endpoint.pids)
-        others = OtherPrograms(sorted(pids))
+            pids += pair_endpoint.pids
+        others = OtherPrograms(pids)
         times, max_model_len, probe = asyncio.run(
             _measure(endpoints, pair_endpoint, settings, options.device)
         )

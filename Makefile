@@ -28,6 +28,7 @@ UNKNOWN := $(filter-out $(VARIABLES),$(GIVEN))
 $(if $(UNKNOWN),$(error no variable here: $(UNKNOWN); these are, in capitals: $(VARIABLES)))
 
 PY := $(VENV)/bin/python
+SBOM_TOOL := cyclonedx-bom==7.5.0
 PIP := $(PY) -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # pip's own output, down to what takes its time.
@@ -105,15 +106,17 @@ dist: $(SERVE_STAMP)  ## source distribution and wheel in dist/
 	@rm -rf dist && $(PY) -m build --outdir dist . > build.log 2>&1 || { cat build.log >&2; exit 1; }
 	@rm build.log; ls dist/*
 
-# Of an environment that has the wheel alone, so that nothing for tests is in the list.
+# Of an environment that has the wheel alone, so that nothing for tests is in the list. The tool that
+# writes the list has another environment, because some of its requirements contradict constraints.txt.
 sbom: dist  ## the wheel's dependencies with versions and licences, in dist/ (CycloneDX)
-	@rm -rf build/sbom && $(PY) -m venv --without-pip build/sbom
-	@$(subst -m pip,-m pip --python build/sbom/bin/python,$(PIP)) dist/*.whl $(BRIEFLY)
-	@$(PIP) cyclonedx-bom $(BRIEFLY)
+	@rm -rf build/sbom && $(PY) -m venv --without-pip build/sbom/wheel && $(PY) -m venv --without-pip build/sbom/tool
+	@$(subst -m pip,-m pip --python build/sbom/wheel/bin/python,$(PIP)) dist/*.whl $(BRIEFLY)
+	@$(PY) -m pip --python build/sbom/tool/bin/python --disable-pip-version-check install \
+	  --progress-bar off $(SBOM_TOOL) $(BRIEFLY)
 	@sed "s/^dynamic = .*/version = \"$$($(PY) -c 'from protocol.version import VERSION; print(VERSION)')\"/" \
 	  pyproject.toml > build/sbom/pyproject.toml
-	@$(VENV)/bin/cyclonedx-py environment --pyproject build/sbom/pyproject.toml --output-reproducible \
-	  --output-file dist/baton-pd.cdx.json build/sbom/bin/python
+	@build/sbom/tool/bin/cyclonedx-py environment --pyproject build/sbom/pyproject.toml --output-reproducible \
+	  --validate --output-file dist/baton-pd.cdx.json build/sbom/wheel/bin/python
 	@rm -rf build/sbom; ls dist/*.json
 
 clean:  ## removes what make made, the virtual environment included

@@ -15,7 +15,7 @@ replicas. All of them run while one is measured, as they do later.
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
@@ -54,7 +54,11 @@ USUAL_STEP_TOKENS = 512
 _PROMPT_LENGTHS = (32, 128, 512, 1536)
 _LONG_CONTEXT = 1024
 _REPEATS = 3
-_DECODE_REPEATS = 2
+# A run is undisturbed if other programs use at most this share of the processors. Runs
+# are repeated until so many were undisturbed, or until the maximum.
+_MAX_OTHER_SHARE = 0.1
+_UNDISTURBED_RUNS = 2
+_MAX_RUNS = 6
 # Streams of each server, and tokens of each prompt (as above), with which the slowdown
 # of several servers is measured.
 _SHARED_STREAMS = 4
@@ -64,7 +68,6 @@ _SHARED_PROMPTS = 8  # of each server
 # Requests with which processor time is measured, and how many of them are in flight.
 _WORK_REQUESTS = 24
 _WORK_IN_FLIGHT = 4
-_MAX_OTHER_SHARE = 0.1  # of the processors, for programs that are not measured
 _ONE = Deployment("one server", 0, 1, "round_robin", "never", pulls=False)
 _PAIR = Deployment("a pair", 1, 1, "auto", "always", pulls=True)
 
@@ -74,13 +77,20 @@ class _Calibration:
 
     Args:
         singles: one for each server.
+        pids: the servers and proxies.
         shares_processors: see EngineTimes.
     """
 
     def __init__(
-        self, singles: Sequence[Client], step_tokens: int, shares_processors: bool
+        self,
+        singles: Sequence[Client],
+        pids: Sequence[int],
+        step_tokens: int,
+        *,
+        shares_processors: bool,
     ) -> None:
         self._singles = singles
+        self._pids = pids
         self._step_tokens = step_tokens
         self._shares_processors = shares_processors
         self._seed = int(time.time())  # no prompt is cached from an earlier run
@@ -104,16 +114,9 @@ class _Calibration:
     async def decode_s(
         self, clients: Sequence[Client], streams: int, prompt_tokens: int
     ) -> float:
-        """Return the mean duration of steps while each server has `streams` streams.
-
-        The shortest of several runs counts, because other programs of the host only
-        make a run longer.
-        """
-        return min(
-            [
-                await self._decode_once_s(clients, streams, prompt_tokens)
-                for _ in range(_DECODE_REPEATS)
-            ]
+        """Return the mean duration of steps while each server has `streams` streams."""
+        return await self._shortest(
+            lambda: self._decode_once_s(clients, streams, prompt_tokens)
         )
 
     async def _decode_once_s(
@@ -140,17 +143,18 @@ class _Calibration:
         return statistics.mean(means)
 
     async def prompt_s(self, client: Client, num_tokens: int) -> float:
-        """Return the time to first token on an idle server, the median of several."""
-        seconds = []
-        for _ in range(_REPEATS):
+        """Return the time to first token on an idle server."""
+
+        async def once() -> float:
             timeline = await client.send(num_tokens, 1, self._next_seed())
-            seconds.append(timeline.ttft_s)
-        return statistics.median(seconds)
+            return timeline.ttft_s
+
+        return await self._shortest(once)
 
     async def shared_prompt_s(self, clients: Sequence[Client]) -> float:
         """Return the time per prompt while each server computes one after another."""
-        seconds = []
-        for _ in range(_DECODE_REPEATS):
+
+        async def once() -> float:
             runs = [
                 self._send_prompts(
                     client, _SHARED_PROMPTS, _PROMPTS_IN_FLIGHT, self._shared_length
@@ -158,16 +162,34 @@ class _Calibration:
                 for client in clients
             ]
             elapsed_s = await asyncio.gather(*runs)
-            seconds.append(statistics.mean(elapsed_s) / _SHARED_PROMPTS)
-        return min(seconds)
+            return statistics.mean(elapsed_s) / _SHARED_PROMPTS
+
+        return await self._shortest(once)
 
     async def request_work_s(self, client: Client) -> float:
         """Return the processor time of a request with a short prompt and one token."""
-        before_s = client.work_s()
-        await self._send_prompts(
-            client, _WORK_REQUESTS, _WORK_IN_FLIGHT, self._lengths[1]
-        )
-        return (client.work_s() - before_s) / _WORK_REQUESTS
+
+        async def once() -> float:
+            before_s = client.work_s()
+            await self._send_prompts(
+                client, _WORK_REQUESTS, _WORK_IN_FLIGHT, self._lengths[1]
+            )
+            return (client.work_s() - before_s) / _WORK_REQUESTS
+
+        return await self._shortest(once)
+
+    async def _shortest(self, run: Callable[[], Awaitable[float]]) -> float:
+        """Return the shortest time of several runs, because other programs of the host
+        only make a run longer.
+        """
+        seconds: list[float] = []
+        num_undisturbed = 0
+        while num_undisturbed < _UNDISTURBED_RUNS and len(seconds) < _MAX_RUNS:
+            others = OtherPrograms(self._pids)
+            seconds.append(await run())
+            if not is_disturbed(others.processors()):
+                num_undisturbed += 1
+        return min(seconds)
 
     async def delivery_work_s(self, client: Client, streams: int) -> float:
         """Return the processor time to deliver the tokens of a step.
@@ -301,6 +323,7 @@ async def _read_capacity(server_url: str) -> tuple[int, int]:
 async def _measure(
     endpoints: Sequence[Endpoint],
     pair_endpoint: Endpoint | None,
+    pids: Sequence[int],
     settings: DecodeSettings,
     device: str,
 ) -> tuple[EngineTimes, int, float]:
@@ -311,7 +334,10 @@ async def _measure(
         if pair_endpoint is not None:
             pair = await connect(stack, pair_endpoint)
         calibration = _Calibration(
-            singles, settings.batched_tokens_for(device), device == "cpu"
+            singles,
+            pids,
+            settings.batched_tokens_for(device),
+            shares_processors=device == "cpu",
         )
         times = await calibration.times(pair)
         return times, singles[0].max_model_len, await calibration.probe_s()
@@ -356,7 +382,7 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
             pids += pair_endpoint.pids
         others = OtherPrograms(pids)
         times, max_model_len, probe = asyncio.run(
-            _measure(endpoints, pair_endpoint, settings, options.device)
+            _measure(endpoints, pair_endpoint, pids, settings, options.device)
         )
         seconds = time.monotonic() - started_at
         print(f"constants measured after {seconds:.0f} s", flush=True)
@@ -386,9 +412,14 @@ def _target_s(settings: DecodeSettings, device: str) -> float | None:
     return settings.itl_target_s or settings.usual_itl_target_for(device)
 
 
+def is_disturbed(other_processors: float) -> bool:
+    """Return whether other programs used so many processors that times are too long."""
+    return other_processors > _MAX_OTHER_SHARE * available_cores()
+
+
 def _warn_if_busy(other_processors: float) -> None:
     """Print a warning if the constants are too high because of other programs."""
-    if other_processors > _MAX_OTHER_SHARE * available_cores():
+    if is_disturbed(other_processors):
         print(
             f"WARNING: other programs used {other_processors:.1f} of "
             f"{available_cores()} processors while the constants were measured; "

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 _MIN_TOKEN_S = 1e-9
+# Tasks that run one after the other are slowed down by their number, and a little by
+# each other's use of caches. More than this factor comes from other programs.
+_MAX_OVERHEAD = 1.25
 
 
 class DecodeSample(NamedTuple):
@@ -107,19 +110,21 @@ def fit_slowdowns(seconds: Sequence[float], work_s: float) -> tuple[float, ...]:
         lowest = factors[-1] if factors else 1.0
         factors.append(max(value / seconds[0], lowest))
     num_servers = len(factors)
-    if not work_s:
-        return tuple(round(factor, 4) for factor in factors)
-    tasks_per_server = 1 + min(work_s / seconds[0], 1.0)
-    counts = [tasks_per_server * (index + 1) for index in range(num_servers)]
-    # Each server has at most a task of its engine and one of its frontend.
-    max_tasks = 2 * num_servers
-    middle = (num_servers - 1) // 2
-    slope = (factors[-1] - factors[middle]) / max(counts[-1] - counts[middle], 1.0)
-    counts.append(max_tasks + 1.0)
-    factors.append(factors[-1] + slope * (counts[-1] - counts[-2]))
+    max_tasks = num_servers
+    if work_s:
+        # Each server has at most a task of its engine and one of its frontend.
+        max_tasks = 2 * num_servers
+        tasks_per_server = 1 + min(work_s / seconds[0], 1.0)
+        counts = [tasks_per_server * (index + 1) for index in range(num_servers)]
+        middle = (num_servers - 1) // 2
+        slope = (factors[-1] - factors[middle]) / max(counts[-1] - counts[middle], 1.0)
+        counts.append(max_tasks + 1.0)
+        factors.append(factors[-1] + slope * (counts[-1] - counts[-2]))
+        factors = list(np.interp(range(1, max_tasks + 1), counts, factors))
+    limits = [1.0, *(_MAX_OVERHEAD * count for count in range(2, max_tasks + 1))]
     return tuple(
-        round(float(factor), 4)
-        for factor in np.interp(range(1, max_tasks + 1), counts, factors)
+        round(float(min(factor, limit)), 4)
+        for factor, limit in zip(factors, limits, strict=True)
     )
 
 

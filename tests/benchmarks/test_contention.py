@@ -124,6 +124,11 @@ def test_servers_with_devices_of_their_own_are_not_slowed_down():
     assert fit_slowdowns([0.01, 0.0099, 0.01], work_s=0.0) == (1.0, 1.0, 1.0)
 
 
+def test_slowdown_is_hardly_more_than_the_number_of_tasks():
+    assert fit_slowdowns([0.01, 0.05, 0.02], work_s=0.0) == (1.0, 2.5, 3.75)
+    assert fit_slowdowns([0.01, 0.09], work_s=0.002)[-1] == pytest.approx(5.0)
+
+
 def test_work_outside_of_engines_counts_as_tasks():
     """Four servers on two cores, each of them with an engine that is always busy and
     work that takes half of the time.

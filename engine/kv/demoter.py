@@ -372,6 +372,6 @@ class Demoter:
 
 
 def _is_for_scoring(sequence: Sequence) -> bool:
-    """Whether the client only wants logprobs of the prompt, or wants them too."""
-    request = sequence.request
-    return request.num_prompt_logprobs is not None or request.max_tokens == 0
+    """Whether the client wants logprobs of the prompt. Such prompts rarely come again,
+    unlike those with `max_tokens` 0, whose KV the client wants to be cached."""
+    return sequence.request.num_prompt_logprobs is not None

@@ -102,9 +102,9 @@ class MessagesRequest(ConversationFields, SamplingFields, CommonFields):
     summary = "Answers a conversation, in the form of Anthropic's API."
 
     max_tokens: int = Field(
-        ge=1,
+        ge=0,
         le=MAX_INT31,
-        description=f"an integer from 1 to {MAX_INT31}",
+        description=f"an integer from 0 to {MAX_INT31}; 0 only caches the prompt",
     )
     stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOPS)] = Field(
         [],
@@ -113,6 +113,31 @@ class MessagesRequest(ConversationFields, SamplingFields, CommonFields):
     )
     top_k: int = integer(0, 0, MAX_INT31)
     metadata: Metadata = Field(Metadata(), description="an object with `user_id`")
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0:
+            self._check_needs_no_answer()
+
+    def _check_needs_no_answer(self) -> None:
+        """Raises InvalidRequest if a field needs an answer. Anthropic's API refuses the
+        same fields with `max_tokens` 0.
+        """
+        thinking = self.thinking
+        choice = self.tool_choice
+        problems = {
+            "stream": self.stream,
+            "thinking.type": thinking is not None and thinking.type == "enabled",
+            "output_config.format": self.output_config.format is not None,
+            "tool_choice.type": choice is not None and choice.type in ("any", "tool"),
+        }
+        for field, needs_answer in problems.items():
+            if needs_answer:
+                refuse(
+                    field,
+                    "needs an answer, but with `max_tokens` 0 there is none; leave it "
+                    "out, or set `max_tokens` to 1 or more",
+                )
 
 
 class MessagesChat(ChatRequest):
@@ -130,6 +155,7 @@ class MessagesChat(ChatRequest):
     format_paths = ("output_config.format", "output_config.format")
     limit_may_exceed_context = True
 
+    max_tokens: int | None = integer(None, 0, MAX_INT31)
     original: ConversationFields
     cache_ttls: tuple[str, ...] = ()
 

@@ -105,6 +105,23 @@ def test_assistants_last_message_is_continued(agent_client, tiny_reference):
     assert answer.content[0].text.startswith(rest)
 
 
+def test_limit_of_zero_tokens_caches_the_prompt_for_the_next_request(agent_client):
+    block = {
+        "type": "text",
+        "text": "The red ball rolls to the green box. " * 20,
+        "cache_control": {"type": "ephemeral"},
+    }
+    request = {**_REQUEST, "system": [block]}
+    warmed = agent_client.messages.create(**{**request, "max_tokens": 0})
+    assert (warmed.content, warmed.stop_reason) == ([], "max_tokens")
+    assert warmed.usage.output_tokens == 0
+    num_created = warmed.usage.cache_creation_input_tokens
+    assert num_created > 100 and num_created > warmed.usage.cache_read_input_tokens
+    answer = agent_client.messages.create(**{**request, "max_tokens": 5})
+    # All full blocks but the last, of which the last token is computed again.
+    assert answer.usage.cache_read_input_tokens > _prompt_tokens(warmed.usage) - 64
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_runner_calls_functions(agent_client, stream):
     colours = []

@@ -7,7 +7,14 @@ import pytest
 from tests.engine.test_http_errors import failing_after
 from tests.engine.test_http_messages import MESSAGES, REQUEST, TOOL
 from tests.rigs.anthropic_client import client_of
-from tests.rigs.http_server import events, serving, serving_4k, text_script
+from tests.rigs.http_server import (
+    end,
+    events,
+    scripted,
+    serving,
+    serving_4k,
+    text_script,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +67,7 @@ async def test_version_that_is_no_date_is_refused(tokenizer):
 # Requests with a mistake, and the field that the error names.
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"max_token": 5}, "max_token"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"system": 3}, "system"),
     ({"system": [{"type": "text", "text": "a", "x": 1}]}, "system[0].x"),
     ({"cache_control": {"type": "x"}}, "cache_control.type"),
@@ -118,6 +125,33 @@ async def test_mistake_is_refused_by_the_name_of_its_field(tokenizer):
                 error = response.json()["error"]
                 assert (response.status_code, error["param"]) == (400, path), fields
                 assert f"`{path}`" in error["message"]
+
+
+async def test_only_fields_that_need_no_answer_go_with_a_limit_of_zero_tokens(
+    tokenizer,
+):
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    call = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": TOOL["name"]}}
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({"stream": True}, "stream"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.type"),
+        ({"output_config": {"format": schema}}, "output_config.format"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
+        (call, "tool_choice.type"),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, None),
+        ({"tools": [TOOL], "tool_choice": {"type": "auto"}}, None),
+    ]
+    async with serving_4k(tokenizer, scripted(end())) as server:
+        for fields, path in cases:
+            body = {**REQUEST, "max_tokens": 0, **fields}
+            response = await server.http.post("/v1/messages", json=body)
+            answer = response.json()
+            if path is None:
+                assert (response.status_code, answer["content"]) == (200, []), fields
+                continue
+            assert (response.status_code, answer["error"]["param"]) == (400, path)
+            assert "`max_tokens` 0" in answer["error"]["message"]
+        assert {add.max_tokens for add in server.engine.added} == {0}
 
 
 async def test_failed_stream_ends_with_an_error_event(tokenizer):

@@ -244,9 +244,18 @@ def test_scoring_requests_are_not_demoted(make_tiers):
     group = make_tiers({})
     (engine,) = group.engines
     group.end_of(engine, group.begin(engine, PROMPT, 1, num_prompt_logprobs=0))
-    group.end_of(engine, group.begin(engine, OTHER, 0))
     group.settle()
     assert demoted(engine, "stored") == 0 and group.store.num_stored(PROMPT) == 0
+
+
+def test_prompt_without_an_answer_is_kept_for_the_next_request(make_tiers):
+    group = make_tiers({})
+    (engine,) = group.engines
+    group.end_of(engine, group.begin(engine, PROMPT, 0))
+    group.until_stored(PROMPT, 28)
+    group.settle()
+    evict_all(engine)
+    assert group.complete(engine, PROMPT)[1] == (28, 2, 0)
 
 
 def test_aborted_request_leaves_its_kv_in_the_store(make_tiers):

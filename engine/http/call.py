@@ -204,16 +204,19 @@ class HttpRequestState:
             piece.index = index
         return pieces
 
-    async def next_pieces(self) -> list[ChoicePiece]:
+    async def next_pieces(self, timeout_s: float | None = None) -> list[ChoicePiece]:
         """Wait for pieces, and return those that have arrived since the last call.
 
-        The result is empty only if the request is done or has migrated. A migration
-        sets `migrated_kv`. New tokens are counted in the request's stats, and added to
-        the response's next frame.
+        The result is empty only if the request is done or has migrated, or if nothing
+        has arrived for `timeout_s`. A migration sets `migrated_kv`. New tokens are
+        counted in the request's stats, and added to the response's next frame.
 
         Raises:
             BatonError: a sequence failed; the call cannot continue.
         """
+        if timeout_s is not None:
+            if not await self.subscription.wait_for_news(timeout_s):
+                return []
         while True:
             pieces: list[ChoicePiece] = []
             for delta in await self.subscription.next_batch():
@@ -419,6 +422,7 @@ class EventStream(Response):
             self.headers[HEADER] = "1"
         self._call = call
         self._pieces = pieces
+        self._pings = sse.Pings(call.writer.ping)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -445,8 +449,9 @@ class EventStream(Response):
         first_frame = framing.origin_frame()
         try:
             while True:
-                data = call.events(pieces)
-                if pieces:  # even if `data` is empty: the frame has the pieces' tokens
+                data = self._pings.with_ping(call.events(pieces))
+                # Even without events, the frame has the tokens of the pieces.
+                if pieces or data:
                     report = framing.report_frame(call.stats.report)
                     data = first_frame + report + framing.wrap(data)
                     first_frame = b""
@@ -454,7 +459,7 @@ class EventStream(Response):
                     await _send_body(send, data, more=not call.is_done)
                 if call.is_done or call.migrated_kv is not None:
                     return
-                pieces = await call.next_pieces()
+                pieces = await call.next_pieces(self._pings.wait_s())
         except BatonError as error:
             failure = error
         except Exception:

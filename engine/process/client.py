@@ -94,6 +94,18 @@ class Subscription:
         self._num_unread = 0
         return batch
 
+    async def wait_for_news(self, timeout_s: float) -> bool:
+        """Wait until `next_batch` returns at once. Returns False after `timeout_s`."""
+        if not self._pending and self._num_open_choices:
+            self._has_news.clear()
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(timeout_s, self._has_news.set)
+            try:
+                await self._has_news.wait()
+            finally:
+                timer.cancel()
+        return bool(self._pending) or not self._num_open_choices
+
     def deliver(self, delta: TokenDelta) -> None:
         """Add a delta of an open request. EngineClient calls this method.
 

@@ -2,7 +2,8 @@
 
 The events of a stream are: message_start, the events of each block, message_delta and
 message_stop. The events of a block are content_block_start, content_block_delta
-(several) and content_block_stop. A failed stream ends with an error event.
+(several) and content_block_stop. A failed stream ends with an error event. There are
+ping events after message_start, and while a stream is silent.
 
 A block is the model's reasoning, a text, or a tool call.
 """
@@ -94,11 +95,17 @@ def _input_of(arguments: str) -> Any:
     return msgspec.Raw(text.encode()) if is_object else {INVALID_JSON: arguments}
 
 
+def _event(name: str, **members: Any) -> bytes:
+    data = _encode({"type": name, **members})
+    return b"event: " + name.encode() + b"\n" + sse.event(data)
+
+
 class MessagesWriter(ResponseWriter):
     """Writes the response to one request to /v1/messages."""
 
     id_prefix = "msg_"
     end: ClassVar[bytes] = b""  # nothing follows the last event
+    ping: ClassVar[bytes] = _event("ping")
 
     def __init__(
         self,
@@ -117,7 +124,7 @@ class MessagesWriter(ResponseWriter):
         events: list[bytes] = []
         if piece.is_first:
             message = self._message(usage or Usage(), _NOT_STOPPED)
-            events.append(_event("message_start", message=message))
+            events += [_event("message_start", message=message), self.ping]
         return b"".join([*events, *self._write(piece)])
 
     def last_chunk(
@@ -247,8 +254,3 @@ class MessagesWriter(ResponseWriter):
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         }
-
-
-def _event(name: str, **members: Any) -> bytes:
-    data = _encode({"type": name, **members})
-    return b"event: " + name.encode() + b"\n" + sse.event(data)

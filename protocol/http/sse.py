@@ -1,11 +1,16 @@
 """Server-sent events."""
 
+import time
+
 import msgspec
 
 from protocol.errors import BatonError
 
 MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
+# A stream without events for this time gets a ping. Clients take a stream for dead
+# after a minute or more.
+PING_INTERVAL_S = 10.0
 
 
 def event(data: bytes) -> bytes:
@@ -31,3 +36,29 @@ def error_event(error: BatonError, number: int | None = None) -> bytes:
         members = {"sequence_number": number, **flat, **members}
     data = msgspec.json.encode({"type": "error", **members})
     return b"event: error\n" + event(data)
+
+
+class Pings:
+    """Sends pings in a stream that has no events for a while, such as one whose client
+    gets no text of the reasoning.
+
+    Args:
+        ping: The event to send; empty if the stream's format has none.
+    """
+
+    def __init__(self, ping: bytes) -> None:
+        self._ping = ping
+        self._due_s = time.monotonic() + PING_INTERVAL_S
+
+    def wait_s(self) -> float | None:
+        """Returns the time until a ping is due, or None without pings."""
+        return max(self._due_s - time.monotonic(), 0.0) if self._ping else None
+
+    def with_ping(self, events: bytes) -> bytes:
+        """Returns `events`, or a ping if there are none and a ping is due."""
+        now_s = time.monotonic()
+        if not events and now_s >= self._due_s:
+            events = self._ping
+        if events:
+            self._due_s = now_s + PING_INTERVAL_S
+        return events

@@ -169,6 +169,8 @@ class ResponseWriter:
         full_object: The member `object` of a complete response.
         chunk_object: The member `object` of an event.
         end: The bytes that end a stream.
+        ping: The event that shows clients of a silent stream that it continues; empty
+            if the endpoint's format has none.
     """
 
     id_prefix: ClassVar[str]
@@ -176,6 +178,7 @@ class ResponseWriter:
     full_object: ClassVar[str]
     chunk_object: ClassVar[str]
     end: ClassVar[bytes] = sse.DONE
+    ping: ClassVar[bytes] = b""
 
     def __init__(
         self,

@@ -1,18 +1,24 @@
 """Answers of /v1/messages, read and sent back by Anthropic's own client."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from engine.text.tokenizer import Tokenizer
-from protocol.messages import KVUsage, Retention
+from protocol import resume
+from protocol.http import sse
+from protocol.messages import AddRequest, KVUsage, Retention, TokenDelta
 from tests.engine.test_http_tools import CALL
 from tests.rigs.agents import agent_request
 from tests.rigs.anthropic_client import client_of
+from tests.rigs.client import sse_events
 from tests.rigs.http_server import (
     READY,
+    SECRET,
     Server,
     end,
     events,
@@ -295,6 +301,61 @@ async def test_thinking_that_the_client_omits_has_a_block_without_text(
             answer = await client.messages.create(**REQUEST, thinking=thinking)
         thought, text = answer.content
         assert (thought.thinking, text.text) == ("", "2") and thought.signature
+
+
+@pytest.mark.parametrize("has_frames", [False, True])
+@pytest.mark.parametrize("is_thinking", [False, True])
+async def test_silent_stream_has_pings(tokenizer, monkeypatch, is_thinking, has_frames):
+    """A stream is silent while the engine draws no tokens, and while it draws tokens of
+    reasoning that the client does not get.
+    """
+    monkeypatch.setattr(sse, "PING_INTERVAL_S", 0.02)
+    templated = with_template(tokenizer, TEMPLATE)
+    has_pinged = asyncio.Event()
+
+    async def script(request: AddRequest) -> AsyncIterator[TokenDelta]:
+        begin = "<think>" if is_thinking else "He"
+        async for delta in text_script(templated, begin)(request):
+            if delta.finish_reason is None:
+                yield delta
+        while not has_pinged.is_set():
+            ids = templated.encode("a") if is_thinking else []
+            if ids:
+                yield TokenDelta(request_id=request.request_id, token_ids=ids)
+            await asyncio.sleep(0.001)
+        rest = "</think>Hello" if is_thinking else "llo"
+        async for delta in text_script(templated, rest)(request):
+            yield delta
+
+    thinking = {"type": "adaptive", "display": "omitted"}
+    body = {**REQUEST, "stream": True, "thinking": thinking, "max_tokens": 4000}
+    headers = {}
+    if has_frames:
+        value = resume.frames_request(SECRET, b"r").decode()
+        headers = {"x-request-id": "r", resume.HEADER: value}
+    received = b""
+    async with serving_4k(templated, script) as server:
+        request = server.http.stream("POST", "/v1/messages", json=body, headers=headers)
+        async with request as response:
+            async for data in response.aiter_bytes():
+                received += data
+                if received.count(b"event: ping") >= 3:
+                    has_pinged.set()
+    if has_frames:
+        frames = resume.Frames().feed(received)
+        texts = [text for text, events_ in frames if b"event: ping" in events_]
+        # The frame of a ping has the tokens since the last frame, if any.
+        assert all(text.startswith(b"[") for text in texts)
+        received = b"".join(events_ for _, events_ in frames)
+    names_and_data = [
+        (name, json.loads(text)) for name, text in sse_events(received.decode())
+    ]
+    assert [name for name, _ in names_and_data[:2]] == ["message_start", "ping"]
+    assert all(
+        data == {"type": name} for name, data in names_and_data if name == "ping"
+    )
+    deltas = [data["delta"] for name, data in names_and_data if name.endswith("_delta")]
+    assert "".join(delta.get("text", "") for delta in deltas) == "Hello"
 
 
 async def test_answer_can_be_required_to_match_a_schema(tokenizer):

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -43,6 +44,8 @@ Port = Annotated[
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
+# For options that compose files set by a variable with an empty default.
+NONE_IF_EMPTY = BeforeValidator(lambda value: None if value == "" else value)
 
 
 class Options(BaseModel):
@@ -352,10 +355,10 @@ class TransferOptions(EngineOptions, LinkOptions):
     """pull KV of the beginning of a prompt from a server that may have cached it. auto:
     only if the pull is faster than computing the KV, according to measurements
     """
-    host_kv: Address | None = None
+    host_kv: Annotated[Address | None, NONE_IF_EMPTY] = None
     """HOST:PORT of the KV store of this host (`baton kv`), which keeps KV in host
     memory. KV that was evicted here, or whose server was killed, is pulled from it
-    (None: no store)"""
+    (None or empty: no store)"""
     transfer: Literal["auto", "nixl", "mapped"] | None = None
     """transport of KV. mapped: mapped memory, between servers of one host (GPU to GPU,
     or CPU to CPU); nixl: NIXL; auto: mapped if that is possible, else NIXL (None: on

@@ -30,6 +30,7 @@ from protocol.settings.launcher_options import LauncherOptions
 from protocol.settings.machine import MIN_SECRET_BYTES, WILDCARDS, check_is_local
 from protocol.settings.node_options import NodeOptions
 from protocol.settings.options import (
+    NONE_IF_EMPTY,
     ApiKey,
     DecodeOptions,
     Device,
@@ -224,8 +225,8 @@ class StoreSettings(LogOptions, BatonSettings):
         "cluster_secret",
         "config",
     )
-    host_kv_bytes: int | None = Field(None, ge=1, le=2**48)
-    """host memory for KV (bytes; None: a tenth of the free memory)"""
+    host_kv_bytes: Annotated[int | None, Field(ge=1, le=2**48), NONE_IF_EMPTY] = None
+    """host memory for KV (bytes; None or empty: a tenth of the free memory)"""
     host: str = Field("127.0.0.1", min_length=1)
     """IP address or host name to listen on"""
     port: Port = Field(
@@ -247,6 +248,16 @@ class StoreSettings(LogOptions, BatonSettings):
     `baton decode`"""
     shutdown_grace_s: Seconds = 5.0
     """timeout of the shutdown, in which servers finish what they read (s)"""
+
+    @field_validator("host")
+    @classmethod
+    def _check_is_reachable(cls, host: str) -> str:
+        if host in WILDCARDS:
+            raise ValueError(
+                f"servers cannot connect to {host}, which means every address of a "
+                "machine: give the name or address by which they reach this store"
+            )
+        return host
 
     @field_validator("cluster_secret")
     @classmethod

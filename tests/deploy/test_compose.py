@@ -19,7 +19,12 @@ from tests.make_models import ensure_model
 from tests.ports import reserved_ports
 from tests.rigs.client import parse_kv, post
 from tests.rigs.cluster import Server, all_ready, running, start, started, wait_until
-from tests.rigs.compose import ComposeError, compose_config, compose_program
+from tests.rigs.compose import (
+    ComposeError,
+    compose_config,
+    compose_program,
+    services_of,
+)
 from tests.rigs.plain_http import http
 from tests.rigs.programs import BATON
 
@@ -65,7 +70,9 @@ def local_services(content: dict[str, Any], ports: Sequence[int]) -> dict[str, S
     def localize(value: str) -> str:
         for name in services:
             value = re.sub(
-                rf"//{name}:(\d+)", lambda m: f"//127.0.0.1:{moved[m[1]]}", value
+                rf"(//|^){name}:(\d+)",
+                lambda m: f"{m[1]}127.0.0.1:{moved[m[2]]}",
+                value,
             )
         return "127.0.0.1" if value in services else value
 
@@ -87,14 +94,16 @@ def services() -> Iterator[dict[str, Service]]:
         MODEL=str(ensure_model("gqa")),
         BATON_CLUSTER_SECRET=_SECRET,
         KV_CACHE_BYTES=str(2**25),
+        HOST_KV="store:8300",
+        STORE_BYTES=str(2**25),
     )
     with reserved_ports(len(PORTS) * len(content["services"])) as ports:
         yield local_services(content, ports)
 
 
 @pytest.fixture(scope="module")
-def proxy(services: dict[str, Service]) -> Iterator[Server]:
-    """Starts the cluster in the order of depends_on. Yields the proxy."""
+def processes(services: dict[str, Service]) -> Iterator[dict[str, Server]]:
+    """Starts the cluster in the order of depends_on. Yields its processes by name."""
     *servers, last = sorted(
         services.values(), key=lambda service: service.name == "proxy"
     )
@@ -102,8 +111,14 @@ def proxy(services: dict[str, Service]) -> Iterator[Server]:
         proxy = last.start()
         with running(proxy):
             wait_until(lambda: all_ready(proxy), 120.0)
-            yield proxy
+            names = [service.name for service in servers]
+            yield {"proxy": proxy, **dict(zip(names, children, strict=True))}
             assert [child.stop() for child in (proxy, *children)] == [0] * len(services)
+
+
+@pytest.fixture(scope="module")
+def proxy(processes: dict[str, Server]) -> Server:
+    return processes["proxy"]
 
 
 def test_a_request_goes_through_all_three_services(proxy):
@@ -113,6 +128,12 @@ def test_a_request_goes_through_all_three_services(proxy):
     assert answer.status_code == 200, answer.text
     moved = parse_kv(answer.headers["x-baton-kv"])["transferred"]
     assert moved == answer.json()["usage"]["prompt_tokens"]
+
+
+def test_servers_use_the_store(processes):
+    for name in ("prefill", "decode"):
+        metrics = processes[name].metrics
+        wait_until(lambda metrics=metrics: metrics()["baton_host_kv_up"] == 1)
 
 
 @pytest.mark.usefixtures("proxy")
@@ -130,13 +151,22 @@ def test_health_check_of_the_image_succeeds_for_every_service(services):
             [*BATON, *argv], cwd=ROOT, env=environ, timeout=60
         ).returncode
 
-    assert [status(**service.env) for service in services.values()] == [0] * len(
-        services
-    )
+    # The store serves no HTTP, so its health check is disabled.
+    checked = [service for service in services.values() if service.name != "store"]
+    assert [status(**service.env) for service in checked] == [0] * 3
     env = services["proxy"].env
     assert status(**{**env, "BATON_HOST": "localhost"}) == 0
     with reserved_ports(1) as (nobodys,):
         assert status(**{**env, "BATON_PORT": str(nobodys)}) == 1
+
+
+def test_store_runs_only_with_its_profile():
+    content = compose(BATON_CLUSTER_SECRET=_SECRET)
+    services = content["services"]
+    assert set(services_of(content, [])) == services.keys() - {"store"}
+    assert set(services_of(content, ["store"])) == services.keys()
+    assert services["store"]["healthcheck"]["disable"]
+    assert services["decode"]["environment"]["BATON_HOST_KV"] == ""
 
 
 def test_servers_and_proxy_have_one_secret_which_has_no_default():

@@ -16,6 +16,7 @@ from protocol.settings.settings import (
     DecodeSettings,
     PrefillSettings,
     ProxySettings,
+    StoreSettings,
     load,
 )
 from protocol.settings.sources import field_paths, variable_name
@@ -36,6 +37,7 @@ KINDS: dict[str, type[BatonSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
     "proxy": ProxySettings,
+    "store": StoreSettings,
 }
 # These variables are for compose itself.
 COMPOSE_VARIABLES = {"COMPOSE_FILE", "COMPOSE_PROFILES"}
@@ -76,7 +78,7 @@ def settings(config: Mapping[str, Any], name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in service["environment"].items():
             patch.setenv(key, str(value))
-        return load(KINDS[command], argv)
+        return load(KINDS[name], argv)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -95,7 +97,7 @@ def test_secret_and_model_have_no_default():
 
 
 def test_on_one_host_the_proxy_reaches_both_servers_on_separate_gpus(one_host):
-    prefill, decode, proxy = (settings(one_host, name) for name in KINDS)
+    prefill, decode, proxy, _ = (settings(one_host, name) for name in KINDS)
     assert proxy.prefill == (f"http://127.0.0.1:{prefill.port}",)
     assert proxy.decode == (f"http://127.0.0.1:{decode.port}",)
     assert (prefill.devices, decode.devices) == ((0,), (1,))
@@ -145,14 +147,28 @@ def test_servers_can_register_instead_of_being_listed(tmp_path):
     assert settings(config, "proxy").prefill == ()
 
 
+def test_servers_of_a_host_use_its_store_if_it_has_one(tmp_path, one_host):
+    assert settings(one_host, "decode").host_kv is None
+    assert settings(one_host, "store").host_kv_bytes is None  # a tenth of the memory
+    variables = {"HOST_KV": "127.0.0.1:8301", "STORE_PORT": "8301", "STORE_BYTES": "99"}
+    config = compose_config(host_folder(tmp_path / "d", **variables))
+    store = settings(config, "store")
+    for name in ("prefill", "decode"):
+        server = settings(config, name)
+        assert server.host_kv == f"{store.host}:{store.port}"
+        assert server.cluster_secret == store.cluster_secret
+    assert store.host_kv_bytes == 99
+
+
 def test_every_profile_starts_only_its_services(one_host):
     started = {
         profile: services_of(one_host, [profile])
-        for profile in ("prefill", "decode", "proxy", "observe")
+        for profile in ("prefill", "decode", "proxy", "store", "observe")
     }
     assert started == {
         "prefill": ["namespaces", "prefill"],
         "decode": ["namespaces", "decode"],
+        "store": ["namespaces", "store"],
         "proxy": ["proxy"],
         "observe": ["prometheus", "grafana"],
     }
@@ -160,7 +176,7 @@ def test_every_profile_starts_only_its_services(one_host):
 
 def test_servers_of_a_host_see_each_other_and_every_gpu(one_host):
     services = one_host["services"]
-    for name in ("prefill", "decode"):
+    for name in ("prefill", "decode", "store"):
         server = services[name]
         assert (server["ipc"], server["pid"]) == (
             "service:namespaces",

@@ -294,7 +294,7 @@ def test_stopped_services_drain_within_their_grace_period(cluster, reference):
 
 
 def test_all_services_on_one_host_use_mapped_memory(image, models, reference, tmp_path):
-    profiles = {"a": ("prefill", "decode", "proxy")}
+    profiles = {"a": ("prefill", "decode", "proxy", "store")}
     with machines(
         tmp_path,
         image,
@@ -302,12 +302,18 @@ def test_all_services_on_one_host_use_mapped_memory(image, models, reference, tm
         profiles,
         PREFILL_URLS="http://127.0.0.1:8100",
         DECODE_URLS="http://127.0.0.1:8200",
+        HOST_KV="127.0.0.1:8300",
+        STORE_BYTES=str(2**25),
     ) as cluster:
         cluster.url = "http://127.0.0.1:8000"
         with cluster.hosts.inside("a"):
             wait_until(cluster.is_ready, 180)
             prompt = make_prompt(99_000, 300)
             answer = complete(cluster.url, prompt, 8)
+            # The store keeps what both servers have, across their containers.
+            stored = 'baton_host_kv_demotions_total{outcome="stored"}'
+            for port in (8100, 8200):
+                wait_until(lambda port=port: cluster.metrics("a", port)[stored] > 0)
         assert answer.token_ids == reference.generate(prompt, 8)
         assert answer.kv["transferred"] == len(prompt)
         assert "mapped" in cluster.services["a"].log("decode")

@@ -13,6 +13,7 @@ from protocol.settings.settings import (
     DecodeSettings,
     PrefillSettings,
     ProxySettings,
+    StoreSettings,
     UpSettings,
     describe,
     load,
@@ -36,6 +37,7 @@ def no_baton_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 P, D, PROXY, UP = PrefillSettings, DecodeSettings, ProxySettings, UpSettings
+KV = StoreSettings
 SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
 
 
@@ -101,6 +103,8 @@ SHARED = "--decode.tp=2 --decode.dcp=2 --decode.block-size=32"
             "--host-kv: a:1 has no effect with --borrow-prefixes never",
         ),
         (P, "--no-enable-prefix-caching --host-kv a:1", "needs the prefix cache"),
+        (KV, "--host ::", "--host: servers cannot connect to ::"),
+        (KV, "--host-kv-bytes 0", "--host-kv-bytes: must be"),
         (UP, "--on ray --host-kv-bytes 5", "--on: .*start `baton kv` on each node"),
         (UP, "--host-kv-bytes -1", "--host-kv-bytes: must be"),
         (P, "--block-size 0", "--block-size: must be greater than or equal to 1"),
@@ -312,6 +316,13 @@ def test_group_variable_that_is_not_json_is_refused(
         ConfigError, match=r"^BATON_DECODE: not JSON; .* by BATON_DECODE__TP$"
     ):
         load(UP, [])
+
+
+def test_empty_variables_of_the_store_mean_the_default(monkeypatch):
+    monkeypatch.setenv("BATON_HOST_KV", "")
+    monkeypatch.setenv("BATON_HOST_KV_BYTES", "")
+    assert load(D, []).host_kv is None
+    assert load(KV, []).host_kv_bytes is None
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])

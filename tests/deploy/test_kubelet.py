@@ -43,13 +43,19 @@ _VOLUME = {"name": "models", "mountPath": "/models", "readOnly": True}
 
 @contextlib.contextmanager
 def _running(
-    folder: Path, overlay: str, options: list[str], patches: list[Any]
+    folder: Path,
+    overlay: str,
+    options: list[str],
+    patches: list[Any],
+    *,
+    has_store: bool = False,
 ) -> Iterator[Cluster]:
     """Run the pods of an overlay, changed as a user changes it to serve a model from a
     volume.
 
     Args:
         options: variables of all servers.
+        has_store: whether each pod has a KV store.
     """
     reason = kubernetes.missing_requirement() or hosts.missing_requirement()
     if reason:
@@ -59,7 +65,7 @@ def _running(
     user_overlay = folder / "overlay"
     _write_secret(user_overlay / "secret")
     options = ["BATON_MODEL=/models", "BATON_SERVED_MODEL_NAME=m", *options]
-    kustomization = {
+    kustomization: dict[str, Any] = {
         "resources": [os.path.relpath(K8S / "overlays" / overlay, user_overlay)],
         "configMapGenerator": [
             {"name": "baton-server", "behavior": "merge", "literals": options}
@@ -67,6 +73,9 @@ def _running(
         "patches": patches,
     }
     kustomization["resources"].append("secret")
+    if has_store:
+        component = K8S / "components" / "kv-store"
+        kustomization["components"] = [os.path.relpath(component, user_overlay)]
     (user_overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     objects = Objects(render(user_overlay))
     with (
@@ -111,9 +120,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     selector = "app.kubernetes.io/component in (prefill, decode)"
     patches = _model_patches(folder, "/spec/template/spec")
+    size_path = "/spec/template/spec/initContainers/0/env/0/value"
+    patches.append({"op": "replace", "path": size_path, "value": str(2**26)})
     target = {"kind": "Deployment", "labelSelector": selector}
     patch = {"target": target, "patch": yaml.safe_dump(patches)}
-    with _running(folder, "cpu", ["BATON_THREADS=1"], [patch]) as cluster:
+    options = ["BATON_THREADS=1"]
+    with _running(folder, "cpu", options, [patch], has_store=True) as cluster:
         yield cluster
 
 
@@ -256,11 +268,33 @@ def test_no_stream_breaks_while_all_pods_are_replaced(cluster: Cluster) -> None:
         assert _proxy_total(cluster, "baton_proxy_requests_total", path="pd") > 0
     assert len(cluster.ended_pods) == 7
     for pod in cluster.ended_pods:
-        assert (pod.exit_codes, pod.was_killed) == ({"baton": 0}, False), pod.log(
-            "baton"
+        assert set(pod.exit_codes.values()) == {0} and not pod.was_killed, (
+            pod.exit_codes,
+            pod.log("baton"),
         )
     pods = [pod for pods in cluster.pods.values() for pod in pods]
     assert [pod.problems for pod in [*pods, *cluster.ended_pods]] == [[]] * 12
+
+
+@pytest.mark.slow
+def test_servers_keep_kv_in_the_store_of_their_pod(cluster: Cluster) -> None:
+    headers = {"authorization": f"Bearer {_SECRETS['server-key']}"}
+    stored = 'baton_host_kv_demotions_total{outcome="stored"} '
+
+    def num_stored(address: str) -> float:
+        text = http.get(
+            f"http://{address}:8200/metrics", headers=headers, timeout=10
+        ).text
+        (line,) = (line for line in text.splitlines() if line.startswith(stored))
+        return float(line.removeprefix(stored))
+
+    with cluster.hosts.inside(NODE):
+        addresses = [pod.address for pod in cluster.pods["baton-decode"]]
+        before = sum(map(num_stored, addresses))
+        _stream(cluster, _body(2))
+        wait_until(lambda: sum(map(num_stored, addresses)) > before, TIMEOUT_S)
+    for pod in cluster.pods["baton-decode"]:
+        assert set(pod.exit_codes) == set() and not pod.problems
 
 
 @pytest.mark.slow

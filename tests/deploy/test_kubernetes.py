@@ -25,6 +25,7 @@ from tests.rigs.kubernetes import (
     ROOT,
     Manifest,
     Objects,
+    containers_of,
     missing_requirement,
     pod_templates,
     render,
@@ -69,9 +70,14 @@ def programs(name: str) -> list[tuple[str, Manifest, Manifest]]:
     return [
         (pod, template["spec"], container)
         for pod, template in pod_templates(manifests(name))
-        for container in template["spec"]["containers"]
+        for container in containers_of(template["spec"])
         if container.get("command", [""])[0] == "baton"
     ]
+
+
+def http_programs(name: str) -> list[tuple[str, Manifest, Manifest]]:
+    """Return the programs without KV stores, which serve no HTTP."""
+    return [each for each in programs(name) if "kv" not in each[2]["command"]]
 
 
 def environment(name: str, spec: Manifest, container: Manifest) -> dict[str, str]:
@@ -123,6 +129,9 @@ def test_every_program_starts_with_its_command_and_variables(name, monkeypatch):
                 patch.setenv(key, value)
             settings: Any = load(settings_class, argv)
         ports = {port["containerPort"] for port in container.get("ports", [])}
+        if command == "kv":
+            assert not ports, "only the containers of its pod reach the store"
+            continue
         expected = {settings.port}
         if command != "proxy":
             expected.add(settings.side_channel_port)
@@ -139,7 +148,7 @@ def test_servers_register_the_addresses_of_their_pods_with_the_proxies(
     because it is not ready before servers have registered.
     """
     objects = Objects(manifests(name))
-    for pod, spec, container in programs(name):
+    for pod, spec, container in http_programs(name):
         if "proxy" in container["command"]:
             continue
         env = environment(name, spec, container)
@@ -157,7 +166,7 @@ def test_servers_register_the_addresses_of_their_pods_with_the_proxies(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_probes_request_paths_of_the_program_at_its_port(name):
-    for pod, _, container in programs(name):
+    for pod, _, container in http_programs(name):
         if pod.endswith("workerTemplate"):
             continue  # it serves no HTTP
         port = container["ports"][0]["name"]
@@ -177,7 +186,7 @@ def test_a_drain_can_end_within_the_grace_period(name):
     """A server drains for half of its grace period and then ends its engine within all
     of it. The proxy drains and ends within its grace period.
     """
-    for pod, spec, container in programs(name):
+    for pod, spec, container in http_programs(name):
         env = environment(name, spec, container)
         grace_s = float(env["BATON_SHUTDOWN_GRACE_S"])
         hook = container.get("lifecycle", {}).get("preStop", {})
@@ -215,7 +224,7 @@ def test_images_and_options_are_replaced_everywhere(name):
     tag = "cpu" if name == "cpu" else "gpu"
     for pod, _, container in programs(name):
         assert container["image"] == f"baton:{tag}", pod
-        for source in container["envFrom"]:
+        for source in container.get("envFrom", []):
             Objects(manifests(name)).get("ConfigMap", source["configMapRef"]["name"])
 
 
@@ -312,6 +321,49 @@ def test_model_volume_can_be_added_to_every_kind_of_server(tmp_path):
             is_proxy = pod == "baton-proxy"
             assert ("cache" in volumes) != is_proxy
             assert is_proxy or "persistentVolumeClaim" in volumes["cache"]
+
+
+def test_every_server_uses_the_store_of_its_pod(tmp_path):
+    """The store is a sidecar: it starts before the servers, ends after them, and stays
+    when one of them is restarted.
+    """
+    for name in ("base", "overlays/cpu", "overlays/gpu-pair"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        content = {
+            "resources": [relative(K8S / name, folder)],
+            "components": [relative(K8S / "components" / "kv-store", folder)],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+        objects = Objects([*render(folder), secret()])
+        for pod, template in pod_templates(objects.manifests):
+            spec = template["spec"]
+            if pod == "baton-proxy":
+                assert "initContainers" not in spec
+                continue
+            (store,) = spec["initContainers"]
+            assert store["restartPolicy"] == "Always"
+            assert store["image"] == spec["containers"][0]["image"] != "baton"
+            server_mounts = spec["containers"][0]["volumeMounts"]
+            assert all(mount in server_mounts for mount in store["volumeMounts"])
+            store_env = objects.environment(spec, store, FIELDS)
+            limit = store["resources"]["limits"]["memory"].removesuffix("Gi")
+            assert int(store_env["BATON_HOST_KV_BYTES"]) <= (int(limit) - 4) * 2**30
+            for server in spec["containers"]:
+                env = objects.environment(spec, server, FIELDS)
+                assert env["BATON_HOST_KV"] == f"127.0.0.1:{store_env['BATON_PORT']}"
+                secrets = [each["BATON_CLUSTER_SECRET"] for each in (env, store_env)]
+                assert secrets[0] == secrets[1]
+
+
+def test_store_of_a_pair_sees_the_gpus_of_its_pod():
+    for _, spec, container in programs("kv-store"):
+        if "kv" in container["command"]:
+            (claim,) = container["resources"]["claims"]
+            assert claim in spec["containers"][0]["resources"]["claims"]
+            servers_env = environment("kv-store", spec, spec["containers"][0])
+            env = environment("kv-store", spec, container)
+            assert env["CUDA_DEVICE_ORDER"] == servers_env["CUDA_DEVICE_ORDER"]
 
 
 def test_overlay_of_the_docs_changes_options_image_and_namespace(tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.rigs.cluster import wait_until
 from tests.rigs.hosts import Hosts
-from tests.rigs.kubernetes import Manifest, Objects
+from tests.rigs.kubernetes import Manifest, Objects, containers_of, sidecars_of
 from tests.rigs.pod_files import RootFileSystem
 
 START_TIMEOUT_S = 240.0
@@ -87,7 +87,7 @@ class Pod:
         hosts.add(self.name)
         self.address = hosts.address(self.name)
         self._start_pause()
-        for container in self.spec["containers"]:
+        for container in containers_of(self.spec):
             self._start_container(container)
 
     def log(self, container: str) -> str:
@@ -106,6 +106,8 @@ class Pod:
             ]
         for ending in endings:
             ending.result()
+        for sidecar in reversed(sidecars_of(self.spec)):
+            self._end(sidecar, deadline_s)
         self._node.on_change()
         self.close()
 
@@ -173,8 +175,13 @@ class Pod:
 
     def _volume_commands(self, root: Path) -> Iterator[str]:
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
-        (container,) = self.spec["containers"]
-        for mount in container["volumeMounts"]:
+        # All containers of a pod see the mounts of each.
+        mounts = {
+            mount["mountPath"]: mount
+            for container in containers_of(self.spec)
+            for mount in container["volumeMounts"]
+        }
+        for mount in mounts.values():
             target = f"{root}{mount['mountPath']}"
             yield f"mkdir -p {target}"
             match volumes[mount["name"]]:
@@ -298,7 +305,7 @@ class Pod:
             self._ready_containers.add(container["name"])
         elif is_over:
             self._ready_containers.discard(container["name"])
-        names = {each["name"] for each in self.spec["containers"]}
+        names = {each["name"] for each in containers_of(self.spec)}
         is_ready = self._ready_containers == names and not self.is_terminating
         if is_ready != self.is_ready:
             self.is_ready = is_ready

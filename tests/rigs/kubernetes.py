@@ -57,6 +57,18 @@ def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
                             yield f"{role['name']} {part}", group[part]
 
 
+def sidecars_of(pod_spec: Manifest) -> list[Manifest]:
+    """Return the containers that start before the others and end after them."""
+    sidecars: list[Manifest] = pod_spec.get("initContainers", [])
+    assert all(each["restartPolicy"] == "Always" for each in sidecars)
+    return sidecars
+
+
+def containers_of(pod_spec: Manifest) -> list[Manifest]:
+    """Return the containers of a pod in the order of their start."""
+    return [*sidecars_of(pod_spec), *pod_spec["containers"]]
+
+
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in selector.items())
 

@@ -141,7 +141,8 @@ class ServerLoad:
         if self.kv_capacity is None:
             return 0
         needed = self.kv_tokens + profile.tokens + profile.max_output_tokens
-        return max(needed - self.kv_capacity, 0)
+        missing = needed - self.kv_capacity
+        return missing if missing > 0 else 0
 
 
 class LoadsByServer(dict[object, ServerLoad]):

@@ -30,7 +30,8 @@ class RegionOptions:
     """The options of a store that concern its regions.
 
     Attributes:
-        host_kv_bytes: size of the region.
+        host_kv_bytes: size of all regions together.
+        max_models: number of regions, which have equal shares of the memory.
         host: address that the region's side channel listens on.
         side_channel_port: port of the side channel; 0: any free port.
         transfer, staging_bytes, kv_verify: as in TransferOptions.
@@ -38,6 +39,7 @@ class RegionOptions:
     """
 
     host_kv_bytes: int
+    max_models: int = 1
     host: str = "127.0.0.1"
     side_channel_port: int = 0
     transfer: Literal["auto", "nixl", "mapped"] = "nixl"
@@ -46,7 +48,7 @@ class RegionOptions:
     lease_s: float = 30.0
 
 
-def region_layout(spec: RegionSpec, host_kv_bytes: int) -> KVLayout:
+def region_layout(spec: RegionSpec, options: RegionOptions) -> KVLayout:
     """The layout of a region. Each block is one contiguous run of every head.
 
     Raises:
@@ -69,13 +71,15 @@ def region_layout(spec: RegionSpec, host_kv_bytes: int) -> KVLayout:
         )
 
     block_bytes = with_blocks(2).block_bytes
-    num_blocks = host_kv_bytes // block_bytes
+    num_blocks = options.host_kv_bytes // options.max_models // block_bytes
     needed = 1 + groups.num_blocks_for(spec.max_model_len, 0, spec.block_size)
     if num_blocks < needed:
+        share = "" if options.max_models == 1 else f"/ {options.max_models} (models) "
         raise RegionTooSmall(
-            f"--host-kv-bytes {host_kv_bytes} of the KV store is too small for one "
-            f"sequence of {spec.max_model_len} tokens: use --host-kv-bytes "
-            f"{needed * block_bytes} or more, or a smaller --max-model-len"
+            f"--host-kv-bytes {options.host_kv_bytes} {share}of the KV store is too "
+            f"small for one sequence of {spec.max_model_len} tokens: use "
+            f"--host-kv-bytes {needed * block_bytes * options.max_models} or more, or "
+            "a smaller --max-model-len"
         )
     return with_blocks(num_blocks)
 

@@ -123,6 +123,7 @@ class _Program:
         settings = self._settings
         options = RegionOptions(
             host_kv_bytes=self._num_bytes,
+            max_models=settings.max_models,
             host=settings.host,
             side_channel_port=settings.side_channel_port,
             transfer=settings.transfer or ("auto" if has_gpu() else "nixl"),

@@ -65,7 +65,7 @@ class Region:
         pull_clock: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        layout = region_layout(spec, options.host_kv_bytes)
+        layout = region_layout(spec, options)
         self.spec = spec
         self.engine_id = f"{STORE_PREFIX}{secrets.token_hex(8)}"
         self.incarnation = secrets.token_hex(8)

@@ -227,13 +227,18 @@ class StoreSettings(LogOptions, BatonSettings):
     )
     host_kv_bytes: Annotated[int | None, Field(ge=1, le=2**48), NONE_IF_EMPTY] = None
     """host memory for KV (bytes; None or empty: a tenth of the free memory)"""
+    max_models: int = Field(1, ge=1, le=16)
+    """number of models, or kinds of KV, whose servers use this store. Each has an equal
+    share of the memory"""
     host: str = Field("127.0.0.1", min_length=1)
     """IP address or host name to listen on"""
     port: Port = Field(
         8300, description="TCP port of the store (0: a free port, which is logged)"
     )
     side_channel_port: Port = Field(
-        0, description="TCP port over which KV is looked up and leased (0: a free port)"
+        0,
+        description="TCP port over which KV is looked up and leased (0: a free port); "
+        "with --max-models N the first of N ports",
     )
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
     """cluster secret of the servers. Prefer the variable BATON_CLUSTER_SECRET (None:

@@ -93,9 +93,11 @@ def open_request(spec: RegionSpec = SPEC) -> OpenRegion:
 def make_store() -> Iterator[Callable[..., Store]]:
     stores: list[Store] = []
 
-    def make(host_kv_bytes: int = 1 << 16, **options: Any) -> Store:
+    def make(
+        host_kv_bytes: int = 1 << 16, max_models: int = 1, **options: Any
+    ) -> Store:
         region_options = RegionOptions(
-            host_kv_bytes=host_kv_bytes, staging_bytes=1 << 16
+            host_kv_bytes=host_kv_bytes, max_models=max_models, staging_bytes=1 << 16
         )
         stores.append(
             Store(region_options, SECRET, MemoryAgent, lambda: None, **options)
@@ -153,6 +155,34 @@ def test_region_of_another_model_is_replaced_only_when_it_is_stale(make_store):
     assert isinstance(second, RegionOpened)
     assert second.incarnation != first.incarnation
     refusal(store, SPEC)
+
+
+def test_models_have_equal_shares_of_the_store(make_store):
+    now_s = 0.0
+    store = make_store(max_models=2, clock=lambda: now_s)
+    other = replace(SPEC, compat=OTHER_COMPAT)
+    third = replace(SPEC, compat=replace(COMPAT, num_layers=COMPAT.num_layers + 1))
+    replies = [store.open_region(open_request(spec)) for spec in (SPEC, other)]
+    assert all(isinstance(reply, RegionOpened) for reply in replies)
+    assert len({reply.incarnation for reply in replies}) == 2
+    sizes = [region.memory.pool.nbytes for region in store.regions]
+    assert sizes[0] == sizes[1] and sum(sizes) <= 1 << 16
+    assert "--max-models 3" in refusal(store, third)
+    # The third model takes the share that no server uses any more.
+    now_s += store_module.STALE_REGION_S
+    assert store.open_region(open_request(other)).incarnation == replies[1].incarnation
+    assert isinstance(store.open_region(open_request(third)), RegionOpened)
+    assert store.open_region(open_request(other)).incarnation == replies[1].incarnation
+    assert "in use" in refusal(store, SPEC)
+    assert len(store.regions) == 2
+
+
+def test_share_for_less_than_one_sequence_is_refused_with_the_needed_size(make_store):
+    reason = refusal(make_store(host_kv_bytes=4096, max_models=2), SPEC)
+    needed = int(reason.partition("use --host-kv-bytes ")[2].split()[0])
+    store = make_store(host_kv_bytes=needed, max_models=2)
+    assert isinstance(store.open_region(open_request()), RegionOpened)
+    refusal(make_store(host_kv_bytes=needed - 1, max_models=2), SPEC)
 
 
 def test_link_knows_the_region_and_notices_the_end_of_the_store(listening):

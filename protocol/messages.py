@@ -416,12 +416,18 @@ class HostTierReport(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: Tokens that the region can hold, for all servers together.
         start_s: Seconds for each pull from the region, in addition to its tokens.
         token_s: Seconds per pulled token.
+        host, port: Address of the region's side channel, for servers of other hosts.
+            The host is empty if only processes of its own host reach the store.
+        incarnation: The region's id in handshakes, besides `store`.
     """
 
     store: Annotated[str, Meta(min_length=1, max_length=128)]
     num_tokens: Annotated[int, Meta(ge=1, le=10**12)]
     start_s: _Seconds
     token_s: _Seconds
+    host: Annotated[str, Meta(max_length=255)] = ""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    incarnation: Annotated[str, Meta(max_length=128)] = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag="stats"):

@@ -10,6 +10,7 @@ from kvcache.transfer.pulls.messages import key_of
 from protocol.ipc.kv_store import OFFER_OUTCOMES
 from protocol.messages import HostTierReport
 from protocol.metrics import stat_key
+from protocol.settings.machine import is_local
 
 
 def _initial_stats() -> dict[str, float]:
@@ -85,11 +86,15 @@ class HostTier:
         cost = self._rates.pull_cost(key_of(region.hint()))
         if cost is None:
             return None
+        host, port = region.address
         return HostTierReport(
             store=region.engine_id,
             num_tokens=region.num_tokens,
             start_s=cost.start_s,
             token_s=cost.token_s,
+            host="" if is_local(host) else host,
+            port=port,
+            incarnation=region.incarnation,
         )
 
     def close(self) -> None:

@@ -8,9 +8,10 @@ import msgspec
 
 from protocol.handshake import may_pair
 from protocol.kv_params import HINT
-from protocol.messages import KVHint
+from protocol.messages import HostTierReport, KVHint
 from proxy.body import hinted
 from proxy.membership import Server
+from proxy.placement.host_tiers import StoreLender
 
 HINT_PARAM = f"kv_transfer_params.{HINT}"  # an error that refuses a hint names this
 _MAX_HINT_TOKENS = 1 << 24
@@ -27,12 +28,16 @@ def pull_hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint |
 
     Args:
         reader: the server that computes the prompt.
-        lenders: servers in the order of preference, each with an estimate of how many
-            of the prompt's tokens it has cached.
+        lenders: servers, and KV stores of hosts, in the order of preference, each with
+            an estimate of how many of the prompt's tokens it has cached.
     """
     if reader.health.is_foreign or not reader.health.subscribes:
         return None
     for lender, num_tokens in lenders:
+        if isinstance(lender, StoreLender):
+            if _store_can_lend(lender, reader):
+                return _store_hint(lender.report, num_tokens)
+            continue
         if not isinstance(lender, Server) or lender.url == reader.url:
             continue
         channel = lender.health.side_channel
@@ -51,6 +56,26 @@ def with_hint(body: bytes, hint: KVHint, secret: bytes) -> bytes:
     """Return the body of a leg with this hint, signed now."""
     return hinted(
         body, msgspec.structs.replace(hint, issued_s=int(time.time())), secret
+    )
+
+
+def _store_can_lend(lender: StoreLender, reader: Server) -> bool:
+    """Whether a ready server shows that the host of a store is reachable, and that the
+    store has KV which `reader` can use.
+    """
+    return any(
+        isinstance(server, Server) and _can_lend(server, reader)
+        for server in lender.servers
+    )
+
+
+def _store_hint(report: HostTierReport, num_tokens: int) -> KVHint:
+    return KVHint(
+        host=report.host,
+        port=report.port,
+        engine_id=report.store,
+        incarnation=report.incarnation,
+        num_tokens=min(num_tokens * _HINT_TOKENS_FACTOR, _MAX_HINT_TOKENS),
     )
 
 

@@ -208,8 +208,9 @@ class LoadTracker:
     ) -> list[tuple[object, int]]:
         """Return the lenders that have cached more of a prompt than `server` has.
 
-        `server` is the server that computes the prompt. Each lender comes with its
-        number of cached tokens; the lender with the most is first.
+        `server` is the server that computes the prompt. Each lender, a server or a
+        StoreLender, comes with its number of cached tokens; the one with the most is
+        first.
         """
         if not self.pulls:
             return []
@@ -228,10 +229,21 @@ class LoadTracker:
             for i, depth in computed.items()
             if i in self._lenders and depth >= min_depth
         )
-        return [
+        lenders = [
             (self._lenders[i], int(-depth * profile.block_tokens))
             for depth, _, i in ranked
         ]
+        load = self.loads[server]
+        min_tokens = int(min_depth * profile.block_tokens)
+        stores = [
+            (store, num_tokens)
+            for store, num_tokens in self._host_tiers.lenders(
+                load, profile, MIN_HINT_TOKENS
+            )
+            if num_tokens >= min_tokens
+        ]
+        # A server comes before a store that has as much.
+        return sorted([*lenders, *stores], key=lambda lender: -lender[1])
 
     def _cached(self, profile: RequestProfile) -> CachedPrefixes:
         """Return the cached blocks of a prompt, and what can be pulled now."""
@@ -468,7 +480,7 @@ class LoadTracker:
             host_tier: the KV store that the server uses.
         """
         load = self.loads[server]
-        self._host_tiers.on_report(load, host_tier)
+        self._host_tiers.on_report(load, host_tier, server)
         load.kv_capacity = kv_capacity
         if kv_capacity:
             load.kv_capacity = max(min(kv_capacity, MAX_REPORTED), 0)

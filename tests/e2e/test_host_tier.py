@@ -2,6 +2,7 @@
 it was evicted or its server was killed. Every answer equals that of a lone server.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -23,7 +24,9 @@ from tests.rigs.client import (
     post,
 )
 from tests.rigs.cluster import (
+    ENGINE_ARGV,
     Server,
+    all_ready,
     assert_idle,
     running,
     start,
@@ -33,6 +36,7 @@ from tests.rigs.cluster import (
     started,
     wait_until,
 )
+from tests.rigs.hosts import Hosts, missing_requirement
 from tests.rigs.programs import BATON, Program, child_pid, launched
 
 pytestmark = pytest.mark.slow
@@ -195,6 +199,41 @@ def test_prefill_server_pulls_from_the_store_what_it_has_evicted():
                     expected, _ = complete(lone_server, second)
                 assert answer.json()["choices"][0]["token_ids"] == expected
                 assert_idle(prefill, decode)
+
+
+def test_server_of_another_host_pulls_from_a_store(tmp_path):
+    """The store of host a listens at an address of the network. Nothing on host b uses
+    it, so b gets hints to it. The hosts share no memory.
+    """
+    if lacking := missing_requirement():
+        pytest.skip(lacking)
+    model = ensure_model("gqa")
+    with contextlib.closing(Hosts("a", "b", folder=tmp_path)) as hosts:
+        size = ("--host-kv-bytes", str(STORE_BYTES))
+        at_a = ("--host", hosts.address("a"))
+        store = hosts.start("a", "engine.store", "--port", "0", *at_a, *size, name="kv")
+        server = ("decode_server", "--model", str(model), *ENGINE_ARGV, *SMALL)
+        use = ("--host-kv", f"{store.host}:{store.port}")
+        owner = hosts.start("a", *server, *use, "--side-channel-host", store.host)
+        other = hosts.start("b", *server, "--side-channel-host", hosts.address("b"))
+        urls = ("--decode", owner.url, "--decode", other.url)
+        more = ("--port", "0", "--health-interval-s", "0.2", "--routing", "round_robin")
+        proxy = hosts.start("b", "proxy", *urls, *more, name="proxy")
+        with hosts.inside("b"):
+            wait_until(lambda: all_ready(proxy) and has_store(owner))
+            prompt = fresh_prompt(500)
+            expected, _ = complete(owner, prompt)
+            until_demoted(owner)
+            answers = [complete(proxy, prompt)[0] for _ in range(2)]
+            # The requests go to the servers alternately. Before each turn, other
+            # prompts evict the session on both, and the proxy knows that.
+            for _ in range(2):
+                for _ in range(8):
+                    complete(proxy, fresh_prompt(900), 1)
+                answers.append(complete(proxy, prompt)[0])
+            assert answers == [expected] * 4
+            assert num_promoted(other) >= 448
+            assert_idle(owner, other)
 
 
 # -- baton up

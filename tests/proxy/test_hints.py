@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from protocol.kv_offers import hint_of
-from protocol.messages import KVHint
+from protocol.messages import HostTierReport, KVHint
 from proxy.health import Health, SideChannel
 from proxy.legs.pull_hint import pull_hint
 from proxy.membership import Kind, Server
+from proxy.placement.host_tiers import StoreLender
 from proxy.placement.load_tracker import LoadTracker
 from proxy.placement.request_profile import RequestProfile, profile_prompt
 from tests.proxy.fakes import Fake, Rig, answers, decodes, prefills
@@ -100,6 +101,27 @@ def test_hint_names_the_server_with_the_longest_cached_prefix():
     assert fleet.hinted_engine(fleet.q, [{"content": "new"}]) is None
     hint = fleet.hint(fleet.q)
     assert hint is not None and (hint.host, hint.port) == ("host-decode0", 7000)
+
+
+def test_hint_names_the_store_of_another_host_while_one_of_its_servers_is_ready():
+    reader = server(Kind.DECODE, 1)
+    report = HostTierReport(
+        store="store-1",
+        num_tokens=9000,
+        start_s=0.0,
+        token_s=0.0,
+        host="10.0.0.1",
+        port=7,
+        incarnation="i",
+    )
+    ready = server(Kind.DECODE, 0)
+    lost = server(Kind.DECODE, 2, ready=False)
+    other_model = server(Kind.DECODE, 3, kv_digest="other.f32")
+    hint = pull_hint(reader, [(StoreLender(report, (lost, ready)), 100)])
+    assert hint is not None and (hint.host, hint.port) == ("10.0.0.1", 7)
+    assert (hint.engine_id, hint.incarnation) == ("store-1", "i")
+    for servers in ((), (lost,), (other_model,)):
+        assert pull_hint(reader, [(StoreLender(report, servers), 100)]) is None
 
 
 def test_prompt_counts_as_cached_only_after_it_was_computed():

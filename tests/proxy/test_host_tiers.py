@@ -12,6 +12,7 @@ import pytest
 from protocol.messages import HostTierReport
 from protocol.metrics import ENGINE_TOTALS
 from proxy.membership import Kind
+from proxy.placement.host_tiers import StoreLender
 from proxy.placement.load_tracker import LoadTracker
 from proxy.placement.request_profile import RequestProfile, profile_prompt
 from proxy.placement.speed import StepTotals
@@ -80,6 +81,24 @@ def test_evicted_session_goes_to_a_server_of_its_host(tracker):
     assert choose(tracker, session("x")) in ("a1", "a2")
     assert choose(tracker, session("x"), ("b1", "b2", "a2")) == "a2"
     assert choose(tracker, session("y")) == "b1"  # the first of equal servers
+
+
+def test_servers_of_other_hosts_pull_from_a_store_that_they_reach(tracker):
+    tracker.pulls = True
+    compute(tracker, "a1", session("x"))
+    evict(tracker, "a1")
+    assert tracker.lenders("b1", session("x")) == []
+    at_a = store("store-a", host="10.0.0.1", port=7, incarnation="i")
+    for server in ("a1", "a2"):
+        report(tracker, server, at_a)
+    ((lender, num_tokens),) = tracker.lenders("b1", session("x"))
+    assert lender == StoreLender(at_a, ("a1", "a2"))
+    assert num_tokens >= 0.9 * SESSION_BYTES / 4
+    assert tracker.lenders("a2", session("x")) == [], "it pulls from its own store"
+    assert tracker.lenders("b1", session("y")) == []
+    compute(tracker, "b2", session("x"))
+    evict(tracker, "b2")
+    assert tracker.lenders("b1", session("x")) == [], "its own store has as much"
 
 
 def test_session_in_the_gpu_goes_to_its_server_and_not_to_another_of_the_host(tracker):

@@ -1,0 +1,140 @@
+"""Sessions of coding agents while the decode server of a pair is killed: with a KV
+store, the servers compute hardly more than one server with an infinite cache would.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import uvloop
+
+from benchmarks.agent_trace import agent_workload, statistics_of
+from benchmarks.agents import figures, play
+from benchmarks.bench.generator import LoadOptions, Side
+from benchmarks.bench.prompts import BodyOptions
+from benchmarks.bench.workload import Workload, scaled
+from tests.make_models import ensure_model
+from tests.rigs.cluster import (
+    Server,
+    assert_idle,
+    running,
+    start,
+    start_decode,
+    start_prefill,
+    start_proxy,
+    started,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+STORE_BYTES = 512 << 20
+COMPUTED = "baton_engine_step_prompt_tokens_total"
+ANSWERS = 'baton_proxy_requests_total{path="pd"'
+MAX_TURNS = 15
+# The computed tokens exceed the least by at most this factor. On an idle machine it is
+# 1.01 to 1.06 with a store, and 6.4 without.
+MAX_EXCESS = 1.25
+
+
+def sessions() -> Workload:
+    """Return the first turns of ten sessions, shorter and faster than usual.
+
+    Most sessions pause at any time, so that running sequences fit into the small pools.
+    Otherwise these would be preempted and computed again.
+    """
+    workload = scaled(agent_workload(10, 1.0, seed=7), load=3.0, length=0.02)
+    shortened = [
+        replace(session, turns=session.turns[:MAX_TURNS])
+        for session in workload.sessions
+    ]
+    return replace(workload, sessions=tuple(shortened))
+
+
+def pool_options(workload: Workload) -> tuple[str, ...]:
+    """Return the options of servers with a tenth of the memory that all sessions need,
+    or as much as the longest session needs.
+    """
+    lengths = [
+        sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
+        for session in workload.sessions
+    ]
+    max_tokens = -(-max(lengths) // 64) * 64 + 64
+    working_set = statistics_of(workload).working_set_tokens
+    pool_tokens = max(working_set // 10, max_tokens + 128)
+    return (
+        *("--max-model-len", str(max_tokens)),
+        *("--kv-cache-tokens", str(pool_tokens)),
+    )
+
+
+@contextmanager
+def store(is_used: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the options with which servers use a store, if there is one."""
+    if not is_used:
+        yield ()
+        return
+    argv = ("--port", "0", "--host-kv-bytes", str(STORE_BYTES))
+    with started(partial(start, "engine.store", *argv, name="kv")) as (server,):
+        yield ("--host-kv", f"127.0.0.1:{server.port}")
+
+
+def num_answers(proxy: Server) -> float:
+    values = proxy.metrics().items()
+    return sum(value for name, value in values if name.startswith(ANSWERS))
+
+
+class Play(threading.Thread):
+    """Plays the sessions in a thread."""
+
+    def __init__(self, proxy: Server, servers: list[Server], workload: Workload):
+        super().__init__()
+        self._side = Side("agents", (proxy.url,), tuple(s.url for s in servers))
+        self._workload = workload
+        self.document: dict[str, Any] = {}
+
+    def run(self) -> None:
+        options = LoadOptions(
+            body=BodyOptions(vocab_size=256, seed=7), concurrency=1000, warmup=0
+        )
+        result, gauges = uvloop.run(play(self._side, self._workload, options))
+        self.document = figures(result, self._workload, gauges)
+
+
+@pytest.mark.parametrize("uses_store", [True, False])
+def test_sessions_continue_with_their_kv_when_the_decode_server_is_killed(uses_store):
+    workload = sessions()
+    model = ensure_model("gqa")
+    with store(uses_store) as host_kv:
+        # The tiny model computes short prefixes faster than it could pull them.
+        pulls = ("--borrow-prefixes", "always", "--block-size", "16")
+        options = (*pool_options(workload), *host_kv, *pulls)
+        with started(
+            partial(start_prefill, model, *options),
+            partial(start_decode, model, *options),
+        ) as (prefill, decode):
+            # As with `baton up`, requests wait until the server is restarted.
+            waits = ("--resume-wait-s", "120", "--max-queue-s", "120")
+            proxy = start_proxy([prefill], [decode], *waits)
+            with running(proxy):
+                player = Play(proxy, [prefill, decode], workload)
+                player.start()
+                wait_until(lambda: num_answers(proxy) >= workload.num_requests / 2, 300)
+                num_lost = decode.metrics()[COMPUTED]
+                decode.kill()
+                successor = start_decode(model, *options, "--port", str(decode.port))
+                with running(successor):
+                    player.join(400)
+                    assert_idle(prefill, successor)
+    document = player.document
+    # The counters of the killed server ended with it.
+    computed = document["computed_tokens"] + num_lost
+    excess = computed / document["least_computed_tokens"]
+    print(json.dumps({**document, "uses_store": uses_store, "excess": excess}))
+    assert document["succeeded"] == document["requests"] == workload.num_requests
+    assert excess <= MAX_EXCESS if uses_store else excess > MAX_EXCESS

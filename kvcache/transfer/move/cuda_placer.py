@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.transfer.move import cuda
+from kvcache.transfer.move.locked_memory import LockedMemory, num_populating_threads
 from kvcache.transfer.move.peer_memory import (
     Memory,
     NotMappable,
@@ -190,7 +191,7 @@ class CudaPlacer(Placer):
 
     Args:
         pool: the pool of this rank. The copies write to this pool. A pool in host
-            memory is registered with the driver, which takes memory for all its pages.
+            memory is locked, which allocates all its pages.
         device: the GPU that runs the copies; None: the pool is on this GPU.
         num_programs: thread blocks of one launch; see NUM_PROGRAMS.
         long_run_bytes: copy engines move runs of at least this size; 0: all runs. While
@@ -212,8 +213,14 @@ class CudaPlacer(Placer):
         super().__init__(pool, device)
         if pool.device.type == "cpu" and self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                cuda.register_host(pool.base_address, pool.nbytes)
-            weakref.finalize(pool, _unregister, pool.base_address)
+                locked = LockedMemory(
+                    pool.base_address,
+                    pool.nbytes,
+                    pool.layout.byte_strides["B"],
+                    num_threads=num_populating_threads(),
+                    is_busy=is_busy,
+                )
+            weakref.finalize(pool, locked.unlock)
         self._num_programs = num_programs
         self._long_run_bytes = long_run_bytes
         self._is_busy = is_busy
@@ -257,7 +264,7 @@ class CudaPlacer(Placer):
                     f"the kernel that copies KV cannot be compiled: {reason}"
                 )
         if rank.device_kind == "cpu":
-            return open_host_for_gpu(rank, self._device)
+            return open_host_for_gpu(rank, self._device, self._is_busy)
         return open_on_gpu(rank, self._device)
 
     def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
@@ -323,14 +330,6 @@ class CudaPlacer(Placer):
         from kvcache.transfer.move.place_kernel import launch  # needs Triton
 
         launch(*kind, self._num_programs, *numbers)
-
-
-def _unregister(address: int) -> None:
-    """Unregisters the host memory of a pool that is about to be freed."""
-    try:
-        cuda.unregister_host(address)
-    except cuda.CudaError as error:
-        logger.warning("host memory of a KV pool cannot be unlocked: %s", error)
 
 
 def placer_for(

@@ -9,6 +9,7 @@ import ctypes
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,10 +20,12 @@ import msgspec
 import numpy as np
 import torch
 
+from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.shared_memory import NotMappable as NotMappable
 from kvcache.shared_memory import open_memory
 from kvcache.transfer.move import cuda
+from kvcache.transfer.move.locked_memory import LockedMemory
 from protocol.handshake import RankMetadata
 from protocol.process.logging import get_logger
 
@@ -166,28 +169,43 @@ def open_host(rank: RankMetadata) -> Memory:
     return Memory(address, bytes_at(address, rank.nbytes), mapping.close)
 
 
-def open_host_for_gpu(rank: RankMetadata, device: torch.device) -> Memory:
+def open_host_for_gpu(
+    rank: RankMetadata, device: torch.device, is_busy: Callable[[], bool]
+) -> Memory:
     """Maps a rank's pool in host memory, for `device` to read.
 
-    All pages of the pool are locked in memory, which takes 0.1 s per GiB.
+    All pages of the pool are locked in memory, which takes 0.1 s per GiB. Unlocking
+    them also takes long, so `close` only begins it, in a thread.
+
+    Args:
+        is_busy: as in LockedMemory.
 
     Raises:
         NotMappable: as `open_host`; or the memory cannot be locked.
     """
     torch.cuda.set_device(device)
     memory = open_host(rank)
+    unit_bytes = KVLayout.from_record(rank.layout).byte_strides["B"]
     try:
-        cuda.register_host(memory.address, rank.nbytes, is_read_only=True)
+        locked = LockedMemory(
+            memory.address,
+            rank.nbytes,
+            unit_bytes,
+            is_read_only=True,
+            is_busy=is_busy,
+        )
     except cuda.CudaError as error:
         memory.close()
         raise NotMappable(f"the peer's memory cannot be locked: {error}") from error
 
-    def close() -> None:
-        try:
-            cuda.unregister_host(memory.address)
-        except cuda.CudaError as error:
-            logger.warning("host memory of a peer cannot be unlocked: %s", error)
+    def unlock_and_close() -> None:
+        torch.cuda.set_device(device)
+        locked.unlock()
         memory.close()
+
+    def close() -> None:
+        name = f"unmap-{rank.pid}"
+        threading.Thread(target=unlock_and_close, name=name, daemon=True).start()
 
     return Memory(memory.address, close=close)
 

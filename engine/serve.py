@@ -27,7 +27,12 @@ from engine.http.api import KV_PARAMS_BYTES, Api, ServerHooks
 from engine.http.app import create_app
 from engine.nodes.rendezvous import nodes_of
 from engine.prepare import StartFailure, prepare, read_for_answers
-from engine.process.client import LEASES, LEASES_POLL_INTERVAL_S, EngineClient
+from engine.process.client import (
+    LEASES,
+    LEASES_POLL_INTERVAL_S,
+    OFFERS,
+    EngineClient,
+)
 from engine.process.launch import FAILED_GRACE_S, EngineProcesses
 from engine.process.startup import prepare_process
 from model.hub import resolve_model
@@ -44,6 +49,8 @@ _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's sta
 # Longest wait for a failed engine's processes to exit, because clients and logs get
 # the exit status as the reason.
 _ENDING_TIMEOUT_S = 5.0
+# Longest wait of a drain for the KV store. On one host it pulls gigabytes per second.
+_STORE_TIMEOUT_S = 2.0
 # Exit status if a signal arrives during the shutdown; `baton up` uses the same status.
 _KILLED_STATUS = 130
 RANK_MODULE = "engine.worker.worker"  # run by each rank process
@@ -334,13 +341,19 @@ class _Server:
     async def _drain(
         self, serving: asyncio.Future[None], client: EngineClient, deadline_s: float
     ) -> None:
-        """Waits until open requests have finished and decode servers have pulled the KV
-        that is leased to them. Stops waiting when the engine fails or the deadline has
-        passed."""
+        """Waits until open requests have finished, decode servers have pulled the KV
+        that is leased to them, and the KV store has pulled what is offered to it. Stops
+        waiting when the engine fails or the deadline has passed."""
         timeout_s = max(0.0, deadline_s - self.loop.time())
         await _wait_for_first(serving, self.failure, timeout_s=timeout_s)
-        while client.stats.get(LEASES, 0) and not self.failure.done():
-            if self.loop.time() >= deadline_s:
+        # The engine sends its statistics after the end of a request.
+        await asyncio.sleep(LEASES_POLL_INTERVAL_S)
+        store_deadline_s = min(deadline_s, self.loop.time() + _STORE_TIMEOUT_S)
+        while not self.failure.done():
+            now_s = self.loop.time()
+            has_leases = client.stats.get(LEASES, 0) and now_s < deadline_s
+            has_offers = client.stats.get(OFFERS, 0) and now_s < store_deadline_s
+            if not (has_leases or has_offers):
                 return
             await asyncio.sleep(LEASES_POLL_INTERVAL_S)
 

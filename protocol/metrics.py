@@ -235,6 +235,8 @@ TABLE = (
          "Offers of KV from this server to the KV store of its host, by outcome: "
          "stored, dropped (by this server or by the store, which had too much to do), "
          "lost (the store did not answer).", ("outcome",)),
+    Spec("baton_host_kv_demotions_pending", "gauge", "engine",
+         "Sequences with KV that is offered to the KV store of the host now or soon."),
     Spec("baton_host_kv_lookups", "counter", "engine",
          "Lookups of prompts in the KV store of the host, by outcome: found, none, "
          "late (no reply in time).", ("outcome",)),

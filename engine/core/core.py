@@ -95,6 +95,7 @@ class EngineCore(CoreServices):
     def run(self) -> None:
         """Serves until the transport is closed."""
         self._report_stats()  # a server without requests must report its capacity
+        self.connector.poll()  # connects to a KV store before the first request
         has_progressed = False
         check_due_s = 0.0
         while True:

@@ -65,8 +65,8 @@ class Borrower(KVConnector):
         rates: decides by measurements whether to pull a prefix that, according to the
             request's hint, another engine has.
         engine_id: the id of this engine.
-        get_region: returns the region of this host's KV store; None while there is
-            none.
+        get_region: returns the region of this host's KV store; None while none can
+            be read.
 
     Attributes:
         on_promoted: called with a sequence, and the number of its tokens that a lookup

@@ -139,6 +139,6 @@ def connector_of(
         config.quarantine_timeout_s,
         rates,
         config.engine_id,
-        host_tier.get_region if host_tier else lambda: None,
+        host_tier.get_readable_region if host_tier else lambda: None,
     )
     return Connector(Lender(config, leases), borrower, host_tier)

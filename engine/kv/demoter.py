@@ -365,10 +365,14 @@ class Demoter:
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
-        return {
+        values = {
             stat_key("baton_host_kv_demotions", outcome=outcome): float(count)
             for outcome, count in self._outcomes.items()
         }
+        queued = self._queue.keys()
+        in_flight = {offer.key for offer in self._offers.values()}
+        values["baton_host_kv_demotions_pending"] = float(len(queued | in_flight))
+        return values
 
 
 def _is_for_scoring(sequence: Sequence) -> bool:

@@ -1,5 +1,7 @@
 """The use of the host's KV store by an engine: the link to it, and the demoter."""
 
+import time
+
 from engine.kv.demoter import DEMOTION_OUTCOMES, Demoter
 from engine.kv.rates import Rates
 from engine.kv.store_link import StoreLink, StoreRegion
@@ -10,7 +12,10 @@ from kvcache.transfer.pulls.messages import key_of
 from protocol.ipc.kv_store import OFFER_OUTCOMES
 from protocol.messages import HostTierReport
 from protocol.metrics import stat_key
+from protocol.process.logging import get_logger
 from protocol.settings.machine import is_local
+
+logger = get_logger(__name__)
 
 
 def _initial_stats() -> dict[str, float]:
@@ -19,6 +24,7 @@ def _initial_stats() -> dict[str, float]:
         "baton_host_kv_capacity_tokens",
         "baton_host_kv_evicted_blocks",
         "baton_host_kv_demoted_bytes",
+        "baton_host_kv_demotions_pending",
     ]
     for state in BlockState:
         names.append(stat_key("baton_host_kv_blocks", state=state.name.lower()))
@@ -32,6 +38,10 @@ def _initial_stats() -> dict[str, float]:
 # The values of an engine that uses no store, by series. They are exposed from the
 # start, because a Prometheus rate() misses the event with which a counter appears.
 NO_STORE_STATS = _initial_stats()
+
+# Pause between two attempts to connect to a region. The coordinator connects once, and
+# again only if the handshake has failed or the connection was lost.
+_RECONNECT_S = 2.0
 
 
 class HostTier:
@@ -51,36 +61,60 @@ class HostTier:
     ) -> None:
         self._link = link
         self._coordinator = coordinator
-        self._connected_id = ""  # of the last region that was connected
+        self._region: StoreRegion | None = None  # as of the last call of `poll`
+        self._region_began_s = 0.0
+        self._next_connect_s = 0.0
+        self._is_readable_logged = False
         self._rates = rates
-        self.demoter = Demoter(self.get_region, coordinator, leases)
+        self.demoter = Demoter(self._get_region, coordinator, leases)
         link.start()
 
     def poll(self) -> None:
-        """Connects to a new region ahead of the first pull, because a GPU locks all of
-        the region's memory then. Lets the demoter send its offers."""
+        """Connects to a new region ahead of the first lookup, because a GPU locks all
+        of the region's memory then. Lets the demoter send its offers."""
+        now_s = time.monotonic()
         region = self._link.region
-        if region is not None and region.engine_id != self._connected_id:
-            self._connected_id = region.engine_id
-            self._coordinator.connect(region.hint())
+        if region != self._region:
+            self._region = region
+            self._region_began_s = now_s
+            self._next_connect_s = now_s
+            self._is_readable_logged = False
+        if region is not None and not self._coordinator.is_prepared(region.hint()):
+            if now_s >= self._next_connect_s:
+                self._next_connect_s = now_s + _RECONNECT_S
+                self._coordinator.connect(region.hint())
+        elif region is not None and not self._is_readable_logged:
+            self._is_readable_logged = True
+            logger.info(
+                "this server reads KV from the KV store now; connecting took %.1f s",
+                now_s - self._region_began_s,
+            )
         self.demoter.poll()
 
-    def get_region(self) -> StoreRegion | None:
+    def _get_region(self) -> StoreRegion | None:
         """Returns the region of the store; None while the store cannot be used."""
         return self._link.region
+
+    def get_readable_region(self) -> StoreRegion | None:
+        """Returns the region of the store, if pulls from it begin at once. No request
+        waits until a region is connected."""
+        region = self._link.region
+        if region is None or not self._coordinator.is_prepared(region.hint()):
+            return None
+        return region
 
     def stats(self) -> dict[str, float]:
         """Values by series (protocol.metrics)."""
         return {
             **NO_STORE_STATS,
-            "baton_host_kv_up": float(self._link.region is not None),
+            "baton_host_kv_up": float(self.get_readable_region() is not None),
             **self._link.stats,
             **self.demoter.stats(),
         }
 
     def report(self) -> HostTierReport | None:
-        """Describes the store for proxies; None while it cannot be used."""
-        region = self._link.region
+        """Describes the store for proxies; None while it cannot be read."""
+        region = self.get_readable_region()
         if region is None:
             return None
         cost = self._rates.pull_cost(key_of(region.hint()))

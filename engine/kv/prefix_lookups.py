@@ -2,6 +2,7 @@
 request's hint names, and in the KV store of this host.
 
 A lookup is sent only if a pull is likely to take less time than computing the tokens.
+It is given up when a pull can no longer take less time.
 The engine of the hint comes first, because a proxy has a reason to name it. If it has
 nothing, or does not answer in time, the store is next.
 """
@@ -26,8 +27,9 @@ from protocol.messages import KVHint, RemotePrefill
 
 logger = logging.getLogger("baton.kv")
 
-# After a lookup that the store has not answered in time, no prompt waits for the store
-# for this long.
+# After the store has not answered a lookup for MIN_STALL_S, no prompt waits for the
+# store for STORE_PAUSE_S.
+MIN_STALL_S = 0.25
 STORE_PAUSE_S = 5.0
 
 
@@ -70,7 +72,8 @@ class PrefixLookups:
     Args:
         rates: decides by measurements whether to pull a prefix.
         engine_id: the id of this engine.
-        get_region: returns the region of this host's store; None while there is none.
+        get_region: returns the region of this host's store; None while none can be
+            read.
     """
 
     def __init__(
@@ -184,7 +187,9 @@ class PrefixLookups:
             min_tokens=lookup.num_cached + min_tokens,
             cache_salt=sequence.request.cache_salt,
         )
-        self._coordinator.look_up(sequence.request_id, target, request)
+        num_tokens = min(target.num_tokens, lookup.max_tokens) - lookup.num_cached
+        timeout_s = self._rates.gain_s(key_of(target), num_tokens)
+        self._coordinator.look_up(sequence.request_id, target, request, timeout_s)
 
     def forget(self, sequence: Sequence) -> bool:
         """Gives up the lookup of an aborted request. Returns whether there was one."""
@@ -199,13 +204,13 @@ class PrefixLookups:
         is_in_store = lookup.target is not lookup.sequence.request.hint
         if is_in_store:
             self._counters.count_store_lookup(event.outcome)
-            if event.outcome == "late":
+            if event.outcome == "late" and event.seconds >= MIN_STALL_S:
                 self._store_paused_until_s = time.monotonic() + STORE_PAUSE_S
         else:
             self._counters.count_lookup(event.outcome)
-        if event.remote is not None:
-            self._rates.record_lookup(key_of(event.remote), event.seconds)
-        elif lookup.next_targets:
+        if event.remote is not None or event.outcome == "late":
+            self._rates.record_lookup(key_of(lookup.target), event.seconds)
+        if event.remote is None and lookup.next_targets:
             lookup.target = lookup.next_targets.pop(0)
             self._send(lookup)
             return None

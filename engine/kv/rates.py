@@ -81,6 +81,16 @@ class Rates:
         gain_s = self.seconds_per_token - self._bytes_per_token / link.bytes_per_s
         return max(1.0, link.latency_s / gain_s) if gain_s > 0 else math.inf
 
+    def gain_s(self, peer: PeerKey, num_tokens: int) -> float:
+        """The time by which moving `num_tokens` tokens from `peer` is quicker than to
+        compute them here, without the latency of a pull; infinity if the speed of this
+        engine is not measured yet, or does not matter.
+        """
+        if self._mode != "auto" or not self.seconds_per_token:
+            return math.inf
+        token_s = self._bytes_per_token / self._link(peer).bytes_per_s
+        return max(0.0, num_tokens * (self.seconds_per_token - token_s))
+
     def pull_cost(self, peer: PeerKey) -> PullCost | None:
         """The expected duration of pulls from `peer`; None if there are no such pulls,
         because prefixes are never pulled.
@@ -102,7 +112,7 @@ class Rates:
         self.seconds_per_token = measured
 
     def record_lookup(self, peer: PeerKey, seconds: float) -> None:
-        """Records the time from a lookup to its answer."""
+        """Records the time from a lookup to its answer, or until it was given up."""
         link = self._link(peer)
         # A peer answers lookups between two of its steps, so `seconds` may include a
         # step. The pull and its fence wait for no step: the default latency is added

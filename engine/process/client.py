@@ -37,7 +37,9 @@ from protocol.settings.server_options import QueueOptions
 
 log = get_logger(__name__)
 
-LEASES = "baton_leases_held"  # a key of an engine's stats
+# Keys of an engine's stats.
+LEASES = "baton_leases_held"
+OFFERS = "baton_host_kv_demotions_pending"
 LEASES_POLL_INTERVAL_S = 0.02
 # Seconds within which an engine reports the leases of a request that has migrated.
 _SETTLE_S = 0.5

@@ -27,6 +27,9 @@ from protocol.errors import (
     PeerIncompatible,
     TransferFailed,
 )
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
 
 # A job hangs if it has active READs, but for this long no READ was posted and none has
 # ended.
@@ -435,3 +438,27 @@ class MappedJob(TransferJob):
         memory = self.peer.memories[copy.owner]
         self._active.append(self._placer.launch(copy, memory, transfer.scale_factors))
         return True
+
+
+def transport_of(job: TransferJob) -> str:
+    """The transport of a job: "mapped", or UCX's name, such as "cma/memory".
+
+    UCX chooses a transport for a peer at the first READs, so the name is stored.
+    """
+    if not isinstance(job, ReadJob):
+        return "mapped"
+    peer = job.peer
+    if not peer.transport and peer.link is not None:
+        transport = peer.link.transport
+        peer.transport = transport.transport if transport else ""
+    return peer.transport or "unknown"
+
+
+def log_speed(job: TransferJob, seconds: float) -> None:
+    peer = job.peer
+    path = "mapped memory"
+    if isinstance(job, ReadJob):
+        transport = peer.link.transport if peer.link else None
+        path = f"NIXL, {job.path}, by {transport or 'unknown transport'}"
+    gb_per_s = job.bytes_read / seconds / 1e9
+    logger.info("prefill server %s: %s, %.2f GB/s", peer.engine_id, path, gb_per_s)

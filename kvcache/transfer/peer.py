@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvcache.transfer.local_rank import LocalRank
-from kvcache.transfer.move.peer_memory import Memory, NotMappable
+from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.peer_link import PeerLink
+from kvcache.transfer.peer_mapping import PeerMapping
 from kvcache.transfer.plan.block_copy import Transfer
 from kvcache.transfer.plan.cost import DEFAULT_COSTS
 from kvcache.transfer.plan.endpoint import PlanError, endpoints_of, head_groups
@@ -26,15 +27,13 @@ class Peer:
     """One prefill engine that this rank pulls from; see the module docstring.
 
     Attributes:
-        memories: the mapped pools, by rank of the peer.
-        refusal: why the peer's memory cannot be mapped; None if it is mapped, or if
-            mapping was not tried.
         link: the link that reads from the peer; None if there is none.
         transport: UCX's name of the transport that reads from the peer; empty before
             the first READ.
         is_speed_logged: the speed of a pull from the peer was logged.
         is_stale: the peer's memory has to be unmapped once no job uses the peer.
         is_dropped: the worker has to forget the peer once no job uses the peer.
+        is_reported: the worker has reported that the peer is prepared.
     """
 
     def __init__(self, rank: LocalRank, metadata: EngineMetadata) -> None:
@@ -42,13 +41,13 @@ class Peer:
         self.metadata = metadata
         self.engine_id = metadata.engine_id
         self.key: PeerKey = (metadata.engine_id, metadata.incarnation)
-        self.memories: dict[int, Memory] = {}
-        self.refusal: str | None = None
+        self._mapping: PeerMapping | None = None
         self.link: PeerLink | None = None
         self.transport = ""
         self.is_speed_logged = False
         self.is_stale = False
         self.is_dropped = False
+        self.is_reported = False
         self._endpoints = endpoints_of(metadata)
         groups = head_groups(
             rank.endpoint.heads(rank.total_kv_heads),
@@ -66,18 +65,34 @@ class Peer:
     # -- plans
 
     def prepare(self) -> None:
-        """Maps the peer's memory or begins to connect, so that the first pull is fast.
+        """Begins to map the peer's memory or to connect, so that the first pull is
+        fast.
 
         Logs a warning if no pull from the peer can be planned.
         """
-        if not self.map():
-            self.connect()
+        self.begin_mapping()
+        self.connect_if_unmapped()
         try:
             self._get_planner()
         except PlanError as error:  # every pull will fail with this error
             logger.warning(
                 "no KV can be pulled from prefill server %s: %s", self.engine_id, error
             )
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if the preparation has ended, so that a pull need not wait for it."""
+        if self.is_mapping:
+            return False
+        is_connected = self.link is not None and self.link.is_ready
+        return self.uses_mapping or is_connected or self._has_link_failed
+
+    def connect_if_unmapped(self) -> None:
+        """Begins to connect if pulls from the peer cannot use mapped memory. Does
+        nothing if a link has failed before."""
+        is_needed = not (self.is_mapping or self.uses_mapping)
+        if is_needed and self.link is None and not self._has_link_failed:
+            self.connect()
 
     def transfers(self, pull: Pull) -> list[Transfer]:
         """Makes the pull's transfers, one for each group of layers.
@@ -130,41 +145,44 @@ class Peer:
 
     # -- the mapped path
 
-    def map(self) -> bool:
-        """Maps the peer's memory, unless that was tried since the last `unmap`.
+    @property
+    def is_mapping(self) -> bool:
+        """True until it is known whether the peer's memory can be mapped."""
+        return self._mapping is not None and not self._mapping.has_ended
 
-        Returns:
-            True if pulls from the peer have to be MappedJobs: the peer's memory is
-            mapped, or READs are not allowed.
-        """
-        placer = self.rank.placer
-        if placer is None:
+    @property
+    def uses_mapping(self) -> bool:
+        """True if pulls from the peer have to be MappedJobs: the peer's memory is
+        mapped, or READs are not allowed. Only valid while not `is_mapping`."""
+        if self._mapping is None:
             return False
-        if not self.memories and self.refusal is None:
-            try:
-                for owner in self._owners:
-                    self.memories[owner] = placer.open(self.metadata.ranks[owner])
-                logger.info("KV of prefill server %s is mapped", self.engine_id)
-            except Exception as error:
-                # An error other than NotMappable is a bug here. It is not raised,
-                # because READs from the peer may still work.
-                if not isinstance(error, NotMappable):
-                    logger.exception(
-                        "mapping KV of prefill server %s failed", self.engine_id
-                    )
-                logger.info(
-                    "KV of prefill server %s is not mapped: %s", self.engine_id, error
-                )
-                self.unmap()
-                self.refusal = str(error)
         return self.refusal is None or self.rank.maps_only
+
+    @property
+    def memories(self) -> dict[int, Memory]:
+        """The mapped pools, by rank of the peer."""
+        return self._mapping.memories if self._mapping is not None else {}
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the peer's memory cannot be mapped; None if it is mapped, or if mapping
+        was not tried."""
+        return self._mapping.refusal if self._mapping is not None else None
+
+    def begin_mapping(self) -> None:
+        """Begins to map the peer's memory, unless that was tried since the last
+        `unmap`. Does nothing if this rank maps no memory."""
+        placer = self.rank.placer
+        if placer is not None and self._mapping is None:
+            self._mapping = PeerMapping(
+                placer, self.metadata, self._owners, self.rank.wake
+            )
 
     def unmap(self) -> None:
         """Closes the mapped memory. No job may be reading from it."""
-        for memory in self.memories.values():
-            memory.close()
-        self.memories.clear()
-        self.refusal = None
+        if self._mapping is not None:
+            self._mapping.close()
+        self._mapping = None
         self.is_stale = False
 
     # -- the link

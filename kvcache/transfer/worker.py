@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 
-from kvcache.transfer.job import MappedJob, ReadJob, TransferJob
+from kvcache.transfer.job import (
+    MappedJob,
+    ReadJob,
+    TransferJob,
+    log_speed,
+    transport_of,
+)
 from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.peer import Peer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -27,6 +33,7 @@ from kvcache.transfer.pulls.messages import (
     DigestOrder,
     DropPeer,
     PeerKey,
+    PeerPrepared,
     Pull,
     RankEnded,
     RankFailing,
@@ -90,6 +97,8 @@ class TransferWorker:
         self._peers: dict[PeerKey, Peer] = {}
         # The first job posts next; a job that has posted moves to the end.
         self._jobs: OrderedDict[str, TransferJob] = OrderedDict()
+        # The pulls that have no job until the peer's memory is mapped, by pull id.
+        self._unmapped_pulls: dict[str, Pull] = {}
         self.counters: Counter[str] = Counter(posts=0, internal_errors=0)
         self._transport_counts: dict[str, float] = {}  # by metric series
         self._num_rounds = 0
@@ -165,8 +174,9 @@ class TransferWorker:
         """
         while self._commands:
             self._carry_out(self._commands.pop(0))
-        has_posted = self._post_one()
-        has_changed = self.digester.drive() or has_posted
+        has_changed = self._check_preparations()
+        has_changed |= self._post_one()
+        has_changed |= self.digester.drive()
         for job in list(self._jobs.values()):
             has_changed |= self._drive(job, job.poll)
             self._report_failing(job)
@@ -258,12 +268,16 @@ class TransferWorker:
                 if peer is None:
                     self._report_end(pull_id, _not_connected(key[0]))
                     return
-                kind = MappedJob if peer.map() else ReadJob
-                self._jobs[pull_id] = kind(command, peer)
+                peer.begin_mapping()
+                if peer.is_mapping:
+                    self._unmapped_pulls[pull_id] = command
+                else:
+                    self._begin_job(command, peer)
             case StopPull(pull_id):
                 if pull_id in self._jobs:
                     self._jobs[pull_id].stop()
-                else:  # the job has ended, so no READ of the pull is active
+                else:  # there is no job, so no READ of the pull is active
+                    self._unmapped_pulls.pop(pull_id, None)
                     self.digester.stop(pull_id)
                     self._report_end(pull_id)
             case DigestOrder(pull_id, scope, blocks):
@@ -272,6 +286,7 @@ class TransferWorker:
                 key = (metadata.engine_id, metadata.incarnation)
                 if key in self._peers:
                     self._peers[key].is_dropped = False
+                    self._peers[key].is_reported = False
                     return
                 peer = Peer(self._rank, metadata)
                 self._peers[key] = peer
@@ -283,12 +298,36 @@ class TransferWorker:
                     self._stop_waiting_jobs(peer, _not_connected(key[0]))
                     self._clean_up(peer)
 
+    def _begin_job(self, pull: Pull, peer: Peer) -> None:
+        kind = MappedJob if peer.uses_mapping else ReadJob
+        self._jobs[pull.pull_id] = kind(pull, peer)
+
+    def _check_preparations(self) -> bool:
+        """Reports the peers that are prepared, and begins the pulls that have waited
+        until their peer's memory was mapped. Returns True if there were any."""
+        has_changed = False
+        for peer in self._peers.values():
+            if peer.is_reported:
+                continue
+            peer.connect_if_unmapped()
+            if peer.is_prepared:
+                peer.is_reported = True
+                has_changed = True
+                self._link.report(PeerPrepared(peer.key, self._number))
+        for pull_id, pull in list(self._unmapped_pulls.items()):
+            peer = self._peers[pull.peer]
+            if not peer.is_mapping:
+                del self._unmapped_pulls[pull_id]
+                self._begin_job(pull, peer)
+                has_changed = True
+        return has_changed
+
     def _end(self, job: TransferJob) -> None:
         del self._jobs[job.pull_id]
         is_complete = not job.is_stopping
         error = job.error
         if is_complete and job.bytes_read:
-            key = stat_key("baton_kv_transports", transport=_transport_of(job))
+            key = stat_key("baton_kv_transports", transport=transport_of(job))
             self._transport_counts[key] = self._transport_counts.get(key, 0.0) + 1
         if is_complete:  # reported before the clean-up, because the pull waits for it
             self._report_complete(job)
@@ -302,10 +341,15 @@ class TransferWorker:
         is_logged = job.peer.is_speed_logged or job.bytes_read < _MIN_LOGGED_BYTES
         if is_complete and not is_logged:
             job.peer.is_speed_logged = True
-            _log_speed(job, seconds)
+            log_speed(job, seconds)
 
     def _stop_waiting_jobs(self, peer: Peer, error: BatonError) -> None:
-        """Fails the jobs that wait for the peer's link; they have posted nothing."""
+        """Fails the pulls that wait for the peer's memory to be mapped, or for its
+        link. They have posted nothing."""
+        for pull_id, pull in list(self._unmapped_pulls.items()):
+            if pull.peer == peer.key:
+                del self._unmapped_pulls[pull_id]
+                self._report_end(pull_id, error)
         for job in self._jobs.values():
             if job.peer is peer and job.waits_for_link:
                 job.stop(error)
@@ -449,30 +493,6 @@ def _print_stacks() -> None:
         faulthandler.dump_traceback(file)
         file.seek(0)
         print(file.read(), file=sys.stderr, end="", flush=True)
-
-
-def _transport_of(job: TransferJob) -> str:
-    """The transport of a job: "mapped", or UCX's name, such as "cma/memory".
-
-    UCX chooses a transport for a peer at the first READs, so the name is stored.
-    """
-    if not isinstance(job, ReadJob):
-        return "mapped"
-    peer = job.peer
-    if not peer.transport and peer.link is not None:
-        transport = peer.link.transport
-        peer.transport = transport.transport if transport else ""
-    return peer.transport or "unknown"
-
-
-def _log_speed(job: TransferJob, seconds: float) -> None:
-    peer = job.peer
-    path = "mapped memory"
-    if isinstance(job, ReadJob):
-        transport = peer.link.transport if peer.link else None
-        path = f"NIXL, {job.path}, by {transport or 'unknown transport'}"
-    gb_per_s = job.bytes_read / seconds / 1e9
-    logger.info("prefill server %s: %s, %.2f GB/s", peer.engine_id, path, gb_per_s)
 
 
 def _not_connected(engine_id: str) -> TransferFailed:

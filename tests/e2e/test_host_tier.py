@@ -236,6 +236,25 @@ def test_server_of_another_host_pulls_from_a_store(tmp_path):
             assert_idle(owner, other)
 
 
+def test_stopped_server_leaves_all_its_kv_in_the_store():
+    """The server is stopped right after its answer. Its successor computes nothing that
+    the server has computed in full blocks.
+    """
+    model = ensure_model("gqa")
+    with started(start_store) as (store,):
+        start_server = partial(start_decode, model, *host_kv(store))
+        prompt = fresh_prompt(900)
+        with started(start_server) as (server,):
+            wait_until(lambda: has_store(server))
+            tokens, _ = complete(server, prompt)
+            assert server.stop() == 0
+        with started(start_server) as (successor,):
+            wait_until(lambda: has_store(successor))
+            answer, kv = complete(successor, prompt)
+            assert answer == tokens
+            assert kv["transferred"] == 896
+
+
 # -- baton up
 
 

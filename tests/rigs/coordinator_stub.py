@@ -4,7 +4,7 @@ import selectors
 import socket
 from collections import deque
 
-from kvcache.transfer.pulls.messages import Report
+from kvcache.transfer.pulls.messages import PeerPrepared, PullReport, Report
 from kvcache.transfer.pulls.rank_links import RankLinks
 from tests.rigs.memory_pair import DEADLINE_S
 
@@ -14,17 +14,25 @@ class CoordinatorStub:
 
     Attributes:
         worker_end: the socket for the worker.
-        reports: received reports that `report` has not returned yet.
+        reports: received reports about pulls that `report` has not returned yet.
+        prepared: the reports that peers are prepared.
     """
 
     def __init__(self) -> None:
         coordinator_end, self.worker_end = socket.socketpair()
-        self.reports: deque[Report] = deque()
+        self.reports: deque[PullReport] = deque()
+        self.prepared: list[PeerPrepared] = []
         self._selector = selectors.DefaultSelector()
-        self._links = RankLinks([coordinator_end], self._selector, self.reports.append)
+        self._links = RankLinks([coordinator_end], self._selector, self._on_report)
         self.send = self._links.broadcast
 
-    def report(self) -> Report:
+    def _on_report(self, report: Report) -> None:
+        if isinstance(report, PeerPrepared):
+            self.prepared.append(report)
+        else:
+            self.reports.append(report)
+
+    def report(self) -> PullReport:
         while not self.reports:
             ready = self._selector.select(DEADLINE_S)
             assert ready, "the worker sent no report"

@@ -244,7 +244,7 @@ class Engine:
             quarantine_timeout_s,
             self.rates,
             self.config.engine_id,
-            host_tier.get_region if host_tier else lambda: None,
+            host_tier.get_readable_region if host_tier else lambda: None,
         )
         self.executor = self.make_executor(stripes, depth)
         self.core, _, self.out = make_core(

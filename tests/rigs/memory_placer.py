@@ -103,6 +103,7 @@ class MemoryPlacer(Placer):
         num_failed: number of launches that raised.
         claim_results: results of the next calls of `claim_launch_bytes`. Calls after
             these have no limit.
+        may_open: while this is not set, `open` waits, as if a GPU locked much memory.
         mapped: addresses of the memories that are open now.
         unmapped: set whenever a memory is closed.
     """
@@ -114,11 +115,14 @@ class MemoryPlacer(Placer):
         self.num_failing = 0
         self.num_failed = 0
         self.claim_results: list[int] = []
+        self.may_open = threading.Event()
+        self.may_open.set()
         self.mapped: list[int] = []
         self.unmapped = threading.Event()
 
     def open(self, rank: RankMetadata) -> Memory:
         mappable_record(rank)
+        assert self.may_open.wait(60)
         if rank.pid != os.getpid():
             raise NotMappable("the memory belongs to another process")
         address = rank.base_address

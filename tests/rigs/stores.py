@@ -4,7 +4,7 @@ The region is real. Its transport is the in-memory agent, and its link to engine
 value instead of a connection, so that a test decides when the store is reachable.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -158,6 +158,31 @@ class TieredGroup(Group):
         super().__init__(*engines)
         self.store = store
         self._ended: list[Engine] = []
+        # The engines that have connected to a region, with the region.
+        self._connected: set[tuple[Engine, StoreRegion]] = set()
+
+    def begin(
+        self, engine: Engine, prompt: Sequence[int], max_tokens: int = 3, **members: Any
+    ) -> str:
+        """Begin a request when the engine can read the store's region."""
+        self.until_readable(engine)
+        return super().begin(engine, prompt, max_tokens, **members)
+
+    def until_readable(self, engine: Engine) -> None:
+        """Run rounds until an engine has connected to its region, or has failed to.
+        Do nothing if that has happened before.
+        """
+        region = engine.store_link.region if engine.store_link else None
+        if region is None or (engine, region) in self._connected:
+            return
+        self._connected.add((engine, region))
+
+        def is_decided() -> bool:
+            counts = engine.coordinator.handshake_counts()
+            has_failed = sum(counts.values()) > counts["ok"]
+            return has_failed or engine.coordinator.is_prepared(region.hint())
+
+        self.until(is_decided)
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         def polls_store() -> bool:

@@ -20,12 +20,11 @@ from kvcache.transfer.pulls.handshakes import Handshakes
 from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
 from kvcache.transfer.pulls.lookups import Lookups
 from kvcache.transfer.pulls.messages import (
-    UNVERIFIED,
-    AddPeer,
     Command,
     DigestOrder,
     Event,
     PeerDecided,
+    PeerPrepared,
     Pull,
     PullDone,
     PullDrained,
@@ -155,6 +154,12 @@ class PullCoordinator:
             return False
         return peer.circuit.allows_pull(self._clock())
 
+    def is_prepared(self, hint: KVHint) -> bool:
+        """True if every rank has mapped the engine's memory or has connected to it, so
+        that a pull begins at once."""
+        peer = self._peers.get(key_of(hint))
+        return peer is not None and len(peer.prepared_ranks) == self._num_ranks
+
     def connect(self, remote: RemotePrefill | KVHint) -> None:
         """Begins a handshake with an engine, unless its outcome is already known.
 
@@ -163,9 +168,12 @@ class PullCoordinator:
         """
         self._call(lambda: self._do_connect(remote))
 
-    def look_up(self, pull_id: str, hint: KVHint, request: Lookup) -> None:
+    def look_up(
+        self, pull_id: str, hint: KVHint, request: Lookup, timeout_s: float
+    ) -> None:
         """Looks up the longest prefix cached on the engine. A LookedUp follows."""
-        self._call(lambda: self._lookups.begin(pull_id, hint, request, self._clock()))
+        begin = partial(self._lookups.begin, pull_id, hint, request)
+        self._call(lambda: begin(self._clock(), timeout_s))
 
     def demote(self, address: Address, offer: Demote) -> None:
         """Offers KV of this engine to the KV store at an address."""
@@ -218,11 +226,8 @@ class PullCoordinator:
         self._call(lambda: self._do_cancel(pull_id, keep_lease))
 
     def digest(self, scope: Scope, blocks: tuple[int, ...], reply: OnSums) -> None:
-        """Computes a digest of this engine's KV in `blocks`, on every rank.
-
-        Args:
-            reply: called with the sums by the worker's thread; must not block.
-        """
+        """Computes a digest of this engine's KV in `blocks`, on every rank. The
+        worker's thread calls `reply` with the sums; `reply` must not block."""
         order = DigestOrder(new_id(), scope, blocks)
         self._call(lambda: self._digests.begin(order, reply))
 
@@ -422,21 +427,14 @@ class PullCoordinator:
 
     def _announce(self, peer: PeerRecord) -> None:
         """Lets the ranks map the memory of a peer, or connect to it, once."""
-        if peer.is_announced or peer.metadata is None:
-            return
-        peer.is_announced = True
-        self._broadcast(AddPeer(peer.metadata))
-        verified = verification_of(self._compat, peer.metadata, self._verify)
-        if verified in UNVERIFIED:
-            reason = UNVERIFIED[verified]
-            logger.warning("KV of %s is not verified: %s", peer.key[0], reason)
+        if peer.metadata is not None:
+            verified = verification_of(self._compat, peer.metadata, self._verify)
+            self._handshakes.announce(peer, peer.metadata, verified)
 
     def _circuit_error(self, remote: RemotePrefill | KVHint) -> PullCircuitOpen | None:
         """The error if a circuit breaker refuses a pull from the engine, else None."""
-        peer = self._peers.get(key_of(remote))
-        if peer is None:
-            return None
-        return peer.circuit_error(self._clock(), self._pulls.reading_from)
+        reading_from = self._pulls.reading_from
+        return self._peers.circuit_error(key_of(remote), self._clock(), reading_from)
 
     def _record_failure(self, state: PullState, peer: PeerRecord) -> None:
         """Counts a failed pull. The next pull from the peer repeats the handshake."""
@@ -480,6 +478,9 @@ class PullCoordinator:
     # -- reports and replies
 
     def _take_report(self, report: Report) -> None:
+        if isinstance(report, PeerPrepared):
+            self._peers.on_prepared(report.peer, report.rank)
+            return
         state = self._pulls.get(report.pull_id)
         if state is not None:
             self._perform(state, state.on_report(report, self._clock()))

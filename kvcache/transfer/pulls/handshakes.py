@@ -7,11 +7,20 @@ when the metadata comes, the server refuses, or a timeout passes.
 from collections.abc import Callable
 
 from kvcache.transfer.pulls.lease_client import Address, LeaseClient, new_id
-from kvcache.transfer.pulls.messages import Command, DropPeer, PeerKey
+from kvcache.transfer.pulls.messages import (
+    UNVERIFIED,
+    AddPeer,
+    Command,
+    DropPeer,
+    PeerKey,
+)
 from kvcache.transfer.pulls.peers import PeerRecord, PeerTable, unreachable
 from kvcache.transfer.pulls.pull_state import PullState
 from protocol.errors import BatonError, LeaseGone, PeerUnreachable
-from protocol.handshake import GetMetadata, Metadata
+from protocol.handshake import EngineMetadata, GetMetadata, Metadata
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class Handshakes:
@@ -120,11 +129,28 @@ class Handshakes:
             self._peers.fail(peer, error, self._clock())
             self._on_decided(peer)
 
+    def announce(
+        self, peer: PeerRecord, metadata: EngineMetadata, verified: str
+    ) -> None:
+        """Sends AddPeer to the ranks, once.
+
+        Args:
+            verified: as in PullDone.
+        """
+        if peer.is_announced:
+            return
+        peer.is_announced = True
+        self._broadcast(AddPeer(metadata))
+        if verified in UNVERIFIED:
+            reason = UNVERIFIED[verified]
+            logger.warning("KV of %s is not verified: %s", peer.key[0], reason)
+
     def _forget(self, peer: PeerRecord) -> None:
         """Drops a peer's metadata, and sends DropPeer to the ranks."""
         peer.metadata = None
         if peer.is_announced:
             peer.is_announced = False
+            peer.prepared_ranks.clear()
             self._broadcast(DropPeer(peer.key))
 
     def _handshaking_at(self, address: Address) -> list[PeerRecord]:

@@ -3,6 +3,7 @@
 This module has no clock; times are arguments.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,18 +24,21 @@ from protocol.messages import KVHint, RemotePrefill
 
 @dataclass(frozen=True)
 class _OpenLookup:
-    """A lookup that has not ended. It began at `began`, by the caller's clock."""
+    """A lookup that has not ended. It began at `began` and ends at `deadline`, by the
+    caller's clock."""
 
     pull_id: str
     hint: KVHint
     request: Lookup
     began: float
+    deadline: float
 
 
 class Lookups:
     """The open lookups, at most one for each pull.
 
-    Each lookup ends with one LookedUp, at the latest after `lookup_timeout_s`.
+    Each lookup ends with one LookedUp, at the latest after `lookup_timeout_s`, or after
+    its own timeout if that is shorter.
 
     Args:
         post: sends a request to an address.
@@ -54,9 +58,17 @@ class Lookups:
         self._emit = emit
         self._open: dict[str, _OpenLookup] = {}  # by nonce, oldest first
 
-    def begin(self, pull_id: str, hint: KVHint, request: Lookup, now: float) -> None:
+    def begin(
+        self,
+        pull_id: str,
+        hint: KVHint,
+        request: Lookup,
+        now: float,
+        timeout_s: float = math.inf,
+    ) -> None:
         """Sends a lookup to the engine of the hint, after a handshake if necessary."""
-        self._open[request.nonce] = _OpenLookup(pull_id, hint, request, now)
+        deadline = now + min(timeout_s, self._timeout_s)
+        self._open[request.nonce] = _OpenLookup(pull_id, hint, request, now, deadline)
         self._send(request.nonce, self._peers.connect(hint, now), now)
 
     def on_peer_decided(self, peer: PeerRecord, now: float) -> None:
@@ -91,17 +103,13 @@ class Lookups:
 
     def deadline(self) -> float:
         """When to call `tick` next; infinity for never."""
-        oldest = min(
-            (lookup.began for lookup in self._open.values()), default=float("inf")
-        )
-        return oldest + self._timeout_s
+        deadlines = (lookup.deadline for lookup in self._open.values())
+        return min(deadlines, default=math.inf)
 
     def tick(self, now: float) -> None:
         """Ends the lookups that have timed out."""
         expired_nonces = [
-            nonce
-            for nonce, lookup in self._open.items()
-            if now >= lookup.began + self._timeout_s
+            nonce for nonce, lookup in self._open.items() if now >= lookup.deadline
         ]
         for nonce in expired_nonces:
             self._end(nonce, "late", now)

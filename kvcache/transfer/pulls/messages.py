@@ -213,7 +213,8 @@ Event = (
 
 
 class AddPeer(msgspec.Struct, frozen=True, tag="add_peer"):
-    """Coordinator to rank: pulls from this engine will follow."""
+    """Coordinator to rank: pulls from this engine will follow. The rank answers with
+    PeerPrepared."""
 
     metadata: EngineMetadata
 
@@ -269,6 +270,14 @@ class DigestOrder(msgspec.Struct, frozen=True, tag="digest"):
 Command = AddPeer | DropPeer | Pull | StopPull | DigestOrder
 
 
+class PeerPrepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """Rank to coordinator: the peer's memory is mapped, or the rank is connected to the
+    peer, or neither is possible. Sent once for each AddPeer."""
+
+    peer: PeerKey
+    rank: int
+
+
 class RankFailing(msgspec.Struct, frozen=True, tag="failing"):
     """Rank to coordinator: the pull has failed on this rank; READs are still active."""
 
@@ -299,7 +308,8 @@ class RankEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     part: DigestPart | None = None
 
 
-Report = RankFailing | RankEnded
+PullReport = RankFailing | RankEnded
+Report = PeerPrepared | PullReport
 
 encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

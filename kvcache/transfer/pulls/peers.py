@@ -71,6 +71,7 @@ class PeerRecord:
         is_awaited: a PeerDecided has to be emitted after the handshake; set by the
             coordinator.
         is_announced: AddPeer was sent to the ranks; set by the coordinator.
+        prepared_ranks: the ranks that have answered AddPeer with PeerPrepared.
         circuit: the circuit breaker for pulls from the engine.
     """
 
@@ -88,6 +89,7 @@ class PeerRecord:
         self.nonce = ""
         self.is_awaited = False
         self.is_announced = False
+        self.prepared_ranks: set[int] = set()
         self.circuit = CircuitBreaker(settings.backoff_min_s, settings.backoff_max_s)
 
     @property
@@ -190,6 +192,22 @@ class PeerTable:
 
     def get(self, key: PeerKey) -> PeerRecord | None:
         return self._peers.get(key)
+
+    def circuit_error(
+        self,
+        key: PeerKey,
+        now: float,
+        reading_from: Callable[[PeerKey], Sequence[PullState]],
+    ) -> PullCircuitOpen | None:
+        """As PeerRecord.circuit_error. None for an unknown peer."""
+        peer = self._peers.get(key)
+        return None if peer is None else peer.circuit_error(now, reading_from)
+
+    def on_prepared(self, key: PeerKey, rank: int) -> None:
+        """Records that a rank has prepared pulls from a peer."""
+        peer = self._peers.get(key)
+        if peer is not None and peer.is_announced:
+            peer.prepared_ranks.add(rank)
 
     def peers_at(self, address: tuple[str, int]) -> list[PeerRecord]:
         """The peers with a side channel at this address."""

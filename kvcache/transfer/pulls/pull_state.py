@@ -20,11 +20,11 @@ from kvcache.transfer.pulls.messages import (
     PullDone,
     PullDrained,
     PullFailed,
+    PullReport,
     PullSealed,
     PullSettings,
     PullStuck,
     RankEnded,
-    Report,
     StopPull,
     address_of,
     joint_path,
@@ -178,7 +178,7 @@ class PullState:
         self._timeout = now + self._settings.pull_timeout_s
         return self._read_next_cut(now)
 
-    def on_report(self, report: Report, now: float) -> list[Action]:
+    def on_report(self, report: PullReport, now: float) -> list[Action]:
         """Handles the report of a rank: RankFailing or RankEnded."""
         if not isinstance(report, RankEnded):
             if self.phase is not Phase.READING:

@@ -58,7 +58,18 @@ class Speculator:
         if any(sequence.is_verifying for sequence in running):
             return True
         decoding = [s for s in running if s.is_decoding and s.num_awaited]
-        return any(self._proposals(decoding, len(decoding)))
+        return any(
+            self._may_propose(drafter, decoding) for drafter in list(self._drafters)
+        )
+
+    def _may_propose(self, drafter: Drafter, decoding: list[Sequence]) -> bool:
+        """Whether a drafter may have proposals for sequences in an unfinished step. A
+        drafter that uses the device is not called: it needs the awaited tokens."""
+        room = [self._num_that_fit(sequence) for sequence in decoding]
+        if drafter.uses_device:
+            rates = [sequence.speculation.rate.value for sequence in decoding]
+            return any(self._policy.limits(rates, room, len(decoding)))
+        return any(self._proposals_of(drafter, decoding, room, len(decoding)))
 
     def propose(self, running: Sequenceable[Sequence]) -> None:
         """Sets the proposals of all running sequences, for the next step."""

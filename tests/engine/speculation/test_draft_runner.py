@@ -31,6 +31,7 @@ from model.config import load_config
 from protocol.messages import SamplingParams
 from tests.make_models import ensure_model
 from tests.rigs.draft_ranks import DraftRanks, LoneModel, draft_ranks
+from tests.rigs.drafters import VerifyEverything
 from tests.rigs.engines import make_config
 from tests.rigs.shadow import add, make_core, run_until_idle
 
@@ -153,6 +154,7 @@ def test_engine_with_a_draft_model_draws_the_same_tokens() -> None:
                 block_size=8,
                 num_blocks=40,
                 drafters=drafters,
+                policy=VerifyEverything(),
                 max_num_seqs=4,
             )
             run_until_idle(core, *requests)

@@ -18,6 +18,7 @@ from engine.speculation.catch_up import CatchUpBudget
 from kvcache.groups import ONE_GROUP, KVGroups
 from protocol.messages import AbortRequest
 from tests.rigs.draft_shadow import draft_output, make_drafter
+from tests.rigs.drafters import VerifyEverything
 from tests.rigs.examples import examples
 from tests.rigs.shadow import (
     VOCAB,
@@ -124,7 +125,11 @@ def test_engine_with_a_draft_model_draws_the_same_tokens(depth, seed) -> None:
         num_blocks=18, max_seqs=4, max_graph_rows=rng.choice([0, 8]), depth=depth
     )
     core, executor, out = make_core(
-        num_blocks=18, max_num_seqs=4, depth=depth, drafters=[drafter]
+        num_blocks=18,
+        max_num_seqs=4,
+        depth=depth,
+        drafters=[drafter],
+        policy=VerifyEverything(),
     )
     prefix = [rng.randrange(VOCAB) for _ in range(12)]
     requests = [
@@ -153,13 +158,32 @@ def test_engine_with_a_draft_model_draws_the_same_tokens(depth, seed) -> None:
     assert_all_blocks_free(core)
 
 
+def test_engine_proposes_only_for_sequences_without_awaited_tokens(depth) -> None:
+    """The draft model would otherwise compute tokens that the engine does not use."""
+    drafter, draft_executor = make_drafter(depth=depth, max_step_tokens=64)
+    propose = drafter.propose
+
+    def checked_propose(
+        sequences: Sequenceable[Sequence], limits: Sequenceable[int]
+    ) -> list[list[int]]:
+        assert not any(sequence.num_launched for sequence in sequences)
+        return propose(sequences, limits)
+
+    drafter.propose = checked_propose  # type: ignore[method-assign]
+    core, _, out = make_core(depth=depth, drafters=[drafter], policy=VerifyEverything())
+    run_until_idle(core, add("a", [1, 2, 3], 30), add("b", [4], 30))
+    assert out.tokens("a") == expected_output([1, 2, 3], 30)
+    assert all(end.accepted_tokens for name in "ab" for end in out.terminals(name))
+    assert draft_executor.num_steps
+
+
 @pytest.mark.parametrize("num_launches", [0, 1, 6])
 def test_failed_step_of_the_draft_model_changes_no_stream(
     depth, num_launches, caplog
 ) -> None:
     drafter, draft_executor = make_drafter(depth=depth, max_step_tokens=64)
     draft_executor.num_launches_left = num_launches
-    core, _, out = make_core(depth=depth, drafters=[drafter])
+    core, _, out = make_core(depth=depth, drafters=[drafter], policy=VerifyEverything())
     run_until_idle(core, add("a", [1, 2, 3], 30), add("b", [4], 30))
     assert out.tokens("a") == expected_output([1, 2, 3], 30)
     assert out.tokens("b") == expected_output([4], 30)

@@ -47,16 +47,17 @@ def parse_speculation(text: str | None) -> Speculation:
         return Speculation()
     if text == "off":
         return Speculation(max_proposals=0, uses_predictions=False)
-    given = short_repr(text)
     name, _, number = text.partition(":")
+    kind = next((kind for kind in _KINDS if kind == name), None)
+    given = short_repr(text)
     folder = ""
     if name in _KINDS_WITH_FOLDER:
         folder, _, number = number.rpartition(":")
+        name = f"{name}:DIR"
         if not folder:
             raise ValueError(
-                f"{given} has no directory or no number of tokens: write {name}:DIR:4"
+                f"{given} has no directory or no number of tokens: write {name}:4"
             )
-    kind = next((kind for kind in _KINDS if kind == name), None)
     if kind is None:
         raise ValueError(f"{given} names no drafter: write {_FORMS}")
     is_number = number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS
@@ -66,6 +67,6 @@ def parse_speculation(text: str | None) -> Speculation:
     if not 1 <= max_proposals <= MAX_PROPOSALS:
         raise ValueError(
             f"{given}: a step verifies 1 to {MAX_PROPOSALS} proposed tokens of a "
-            f"sequence; write for example {kind}:{MAX_PROPOSALS}"
+            f"sequence; write for example {name}:{MAX_PROPOSALS}"
         )
     return Speculation(kind, max_proposals, folder=folder)

@@ -31,7 +31,7 @@ def test_valid_values(text: str | None, expected: Speculation) -> None:
         ("ngram:-1", "has no number of tokens"),
         ("ngram:٣", "has no number of tokens"),
         ("ngram:" + "9" * 5000, "has no number of tokens"),
-        ("model", "has no directory .*: write model:DIR:4"),
+        ("model", '"model" has no directory .*: write model:DIR:4'),
         ("model:4", "no directory"),
         ("model::4", "no directory"),
         ("model:a/b", "no directory"),

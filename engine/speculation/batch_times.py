@@ -15,17 +15,18 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # A duration of steps without proposals is the median of this many steps at first.
-MIN_PLAIN_STEPS: Final = 3
+MIN_PLAIN_STEPS: Final = 5
 # After this many steps with proposals, one without is measured again; at first earlier,
 # after so many for each that was measured.
 PLAIN_INTERVAL: Final = 64
-_FIRST_PLAIN_INTERVAL: Final = 8
+_FIRST_PLAIN_INTERVAL: Final = 4
 # Measurements expire after this many steps of the engine, because contexts change.
 MAX_AGE_STEPS: Final = 2_000
 # A new measurement counts at least this much.
 _MIN_WEIGHT: Final = 1 / 12
-# The relative noise of a measurement. Numbers of proposals that were measured seldom
-# are preferred accordingly, because they may be better than they look.
+# The relative noise of a measurement. A mean of n has this error, divided by sqrt(n).
+# Numbers of proposals that were measured seldom are preferred by as much, because they
+# may be better than they look.
 _NOISE: Final = 0.1
 # A step that differs by more than this share may show that durations have changed, such
 # as when long contexts have ended. Steps without proposals are then measured.
@@ -128,8 +129,12 @@ class BatchTimes:
 
     @property
     def plain_s(self) -> float | None:
-        """The duration of a step without proposals in seconds; None if unknown."""
-        return None if self._plain is None else self._plain.value
+        """The duration of a step without proposals in seconds, reduced by its likely
+        error; None if unknown. Too long a duration would let losses look like gains."""
+        if self._plain is None:
+            return None
+        num_values = min(self._plain.num_values, 1 / _MIN_WEIGHT)
+        return self._plain.value * (1 - float(_NOISE / num_values**0.5))
 
     def needs_plain_step(self, step: int) -> bool:
         """Whether the next step must have no proposals, so that it can be measured."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.speculation.batch_times import MIN_PLAIN_STEPS
 from engine.speculation.policy import (
     MAX_CREDIT_STEPS,
     MAX_LOSS,
@@ -210,7 +211,7 @@ def measured_policy(num_streams: int, device: Device = flat_to_64) -> Speculatio
 
 def test_nothing_is_proposed_until_plain_steps_were_measured():
     policy = SpeculationPolicy()
-    for _ in range(3):
+    for _ in range(MIN_PLAIN_STEPS):
         assert policy.limits([0.9], [4], 1) == [0]
         policy.record_step(1, 1, 1, 1.0)
     assert policy.limits([0.9], [4], 1) != [0]

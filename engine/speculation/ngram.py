@@ -53,12 +53,6 @@ class NgramDrafter:
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
 
-    def may_propose(self, sequences: Sequenceable[Sequence]) -> bool:
-        """Whether tokens will probably be proposed for any of the sequences once their
-        awaited tokens have arrived."""
-        self._histories.start_call()
-        return any(self._find(sequence) is not None for sequence in sequences)
-
     def _propose(self, sequence: Sequence, limit: int) -> list[int]:
         if limit <= 0:
             return []
@@ -107,12 +101,6 @@ class PredictionDrafter:
             self._propose(sequence, limit)
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
-
-    def may_propose(self, sequences: Sequenceable[Sequence]) -> bool:
-        """Whether tokens will probably be proposed for any of the sequences once their
-        awaited tokens have arrived."""
-        self._predictions.start_call()
-        return any(self._find(sequence) is not None for sequence in sequences)
 
     def _propose(self, sequence: Sequence, limit: int) -> list[int]:
         if limit <= 0:

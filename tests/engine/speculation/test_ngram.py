@@ -124,7 +124,6 @@ def test_proposals_equal_those_of_a_search_through_all_tokens(
             sequence.token_ids.pop()
         sequence.token_ids += piece
         expected = expected_copy(sequence.token_ids, limit)
-        assert drafter.may_propose([sequence]) == bool(expected)
         assert proposal(drafter, sequence, limit) == expected
 
 
@@ -220,7 +219,6 @@ def test_indexes_of_finished_sequences_are_dropped(drafter_class):
 def test_request_without_a_prediction_gets_no_proposal_from_it():
     drafter = PredictionDrafter()
     sequence = decoding([1, 2, 3, 1, 2, 3], [1, 2, 3])
-    assert not drafter.may_propose([sequence])
     assert proposal(drafter, sequence) == []
 
 
@@ -230,12 +228,10 @@ def test_prediction_is_copied_from_its_beginning_to_its_end():
     drafter = PredictionDrafter()
     num_steps = 0
     while sequence.token_ids[-1] != 129:
-        assert drafter.may_propose([sequence])
         sequence.token_ids += proposal(drafter, sequence, 8)
         num_steps += 1
     assert sequence.token_ids[2:] == prediction
     assert num_steps == 5  # 1 + 3 + 4 + 8 + 8 + 6 tokens
-    assert not drafter.may_propose([sequence])
     assert proposal(drafter, sequence) == []
 
 

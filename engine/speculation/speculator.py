@@ -17,11 +17,13 @@ from engine.core.plan import Scheduled
 from engine.core.sequence import Sequence
 from engine.core.tables import SchedulerLimits
 from engine.speculation.drafter import Drafter
-from engine.speculation.policy import SpeculationPolicy
+from engine.speculation.policy import AcceptanceRate, SpeculationPolicy
 from protocol.metrics import EngineHistogram, stat_key
 from protocol.settings.speculation import MAX_PROPOSALS
 
 logger = logging.getLogger("baton.engine")
+
+_AVERAGE_WINDOW = 256  # outcomes that count in the average rate of a drafter
 
 
 class Speculator:
@@ -45,6 +47,9 @@ class Speculator:
         self._drafters = list(drafters)
         self._max_proposals = max_proposals
         self._policy = policy or SpeculationPolicy()
+        self._averages = {
+            drafter.name: AcceptanceRate(window=_AVERAGE_WINDOW) for drafter in drafters
+        }
         self._num_proposed = Counter({drafter.name: 0 for drafter in drafters})
         self._num_accepted = Counter({drafter.name: 0 for drafter in drafters})
         self._accepted_lengths = EngineHistogram("baton_speculative_accepted_length")
@@ -133,7 +138,7 @@ class Speculator:
     ) -> list[list[int]]:
         """Returns the proposals of one drafter, as many as the policy allows. Turns off
         a drafter that raises."""
-        rates = [sequence.speculation.rate.value for sequence in sequences]
+        rates = [self._rate(sequence, drafter.name).value for sequence in sequences]
         try:
             if drafter.uses_device:
                 limits = self._policy.limits(rates, room, num_streams)
@@ -167,13 +172,22 @@ class Speculator:
         )
         return max(0, min(num_left - 1, self._max_proposals))
 
+    def _rate(self, sequence: Sequence, drafter: str) -> AcceptanceRate:
+        """The acceptance rate of a drafter for a sequence. The first value is the
+        average of the drafter."""
+        rates = sequence.speculation.rates
+        if drafter not in rates:
+            rates[drafter] = AcceptanceRate(self._averages[drafter].value)
+        return rates[drafter]
+
     def record(
         self, sequence: Sequence, proposals: Sequenceable[int], num_accepted: int
     ) -> None:
         """Counts the result of a verification."""
         state = sequence.speculation
         state.record(len(proposals), num_accepted)
-        state.rate.record(len(proposals), num_accepted)
+        self._rate(sequence, state.drafter).record(len(proposals), num_accepted)
+        self._averages[state.drafter].record(len(proposals), num_accepted)
         self._num_proposed[state.drafter] += len(proposals)
         self._num_accepted[state.drafter] += num_accepted
         self._accepted_lengths.observe(num_accepted)

@@ -17,7 +17,7 @@ class SpeculationState:
         num_rejected: proposed tokens that were not drawn, including those after the
             first wrong one.
         drafter: name of the drafter of the latest proposals.
-        rate: how often proposals for this choice are right.
+        rates: how often proposals for this choice are right, by drafter.
         is_paused: whether nothing is proposed for the next step, because the masks of
             the last proposals were not ready in time.
     """
@@ -26,7 +26,7 @@ class SpeculationState:
     num_accepted: int = 0
     num_rejected: int = 0
     drafter: str = ""
-    rate: AcceptanceRate = field(default_factory=AcceptanceRate)
+    rates: dict[str, AcceptanceRate] = field(default_factory=dict)
     is_paused: bool = False
 
     def take_proposals(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.rigs.cluster import wait_until
 from tests.rigs.hosts import Hosts
 from tests.rigs.kubelet import NODE, START_TIMEOUT_S, Node, Pod
-from tests.rigs.kubernetes import Manifest, Objects, matches
+from tests.rigs.kubernetes import Manifest, Objects, containers_of, matches
 from tests.rigs.pod_files import RootFileSystem
 
 
@@ -146,5 +146,7 @@ class Cluster:
             wait_until(lambda: pod.is_ready or pod.problems, START_TIMEOUT_S)
         finally:
             if not pod.is_ready:
-                print(f"{pod.name}: {pod.problems}\n{pod.log('baton')}")
+                for container in containers_of(pod.spec):
+                    log = pod.log(container["name"])
+                    print(f"{pod.name} {container['name']}: {pod.problems}\n{log}")
         assert pod.is_ready, pod.problems

@@ -279,14 +279,17 @@ def test_no_stream_breaks_while_all_pods_are_replaced(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_servers_keep_kv_in_the_store_of_their_pod(cluster: Cluster) -> None:
     headers = {"authorization": f"Bearer {_SECRETS['server-key']}"}
-    stored = 'baton_host_kv_demotions_total{outcome="stored"} '
 
     def num_stored(address: str) -> float:
-        text = http.get(
-            f"http://{address}:8200/metrics", headers=headers, timeout=10
-        ).text
-        (line,) = (line for line in text.splitlines() if line.startswith(stored))
-        return float(line.removeprefix(stored))
+        url = f"http://{address}:8200/metrics"
+        text = http.get(url, headers=headers, timeout=10).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "baton_host_kv_demotions_total"
+            and sample.labels["outcome"] == "stored"
+        )
 
     with cluster.hosts.inside(NODE):
         addresses = [pod.address for pod in cluster.pods["baton-decode"]]

@@ -57,7 +57,7 @@ _REPEATS = 3
 # A run is undisturbed if other programs use at most this share of the processors. Runs
 # are repeated until so many were undisturbed, or until the maximum.
 _MAX_OTHER_SHARE = 0.1
-_UNDISTURBED_RUNS = 2
+_UNDISTURBED_RUNS = 3
 _MAX_RUNS = 6
 # Streams of each server, and tokens of each prompt (as above), with which the slowdown
 # of several servers is measured.
@@ -115,7 +115,7 @@ class _Calibration:
         self, clients: Sequence[Client], streams: int, prompt_tokens: int
     ) -> float:
         """Return the mean duration of steps while each server has `streams` streams."""
-        return await self._shortest(
+        return await self._typical(
             lambda: self._decode_once_s(clients, streams, prompt_tokens)
         )
 
@@ -149,7 +149,7 @@ class _Calibration:
             timeline = await client.send(num_tokens, 1, self._next_seed())
             return timeline.ttft_s
 
-        return await self._shortest(once)
+        return await self._typical(once)
 
     async def shared_prompt_s(self, clients: Sequence[Client]) -> float:
         """Return the time per prompt while each server computes one after another."""
@@ -164,7 +164,7 @@ class _Calibration:
             elapsed_s = await asyncio.gather(*runs)
             return statistics.mean(elapsed_s) / _SHARED_PROMPTS
 
-        return await self._shortest(once)
+        return await self._typical(once)
 
     async def request_work_s(self, client: Client) -> float:
         """Return the processor time of a request with a short prompt and one token."""
@@ -176,20 +176,21 @@ class _Calibration:
             )
             return (client.work_s() - before_s) / _WORK_REQUESTS
 
-        return await self._shortest(once)
+        return await self._typical(once)
 
-    async def _shortest(self, run: Callable[[], Awaitable[float]]) -> float:
-        """Return the shortest time of several runs, because other programs of the host
-        only make a run longer.
+    async def _typical(self, run: Callable[[], Awaitable[float]]) -> float:
+        """Return the median time of undisturbed runs; of all runs if too few were
+        undisturbed, because other programs then run all the time.
         """
         seconds: list[float] = []
-        num_undisturbed = 0
-        while num_undisturbed < _UNDISTURBED_RUNS and len(seconds) < _MAX_RUNS:
+        undisturbed: list[float] = []
+        while len(undisturbed) < _UNDISTURBED_RUNS and len(seconds) < _MAX_RUNS:
             others = OtherPrograms(self._pids)
             seconds.append(await run())
             if not is_disturbed(others.processors()):
-                num_undisturbed += 1
-        return min(seconds)
+                undisturbed.append(seconds[-1])
+        is_idle = len(undisturbed) == _UNDISTURBED_RUNS
+        return statistics.median(undisturbed if is_idle else seconds)
 
     async def delivery_work_s(self, client: Client, streams: int) -> float:
         """Return the processor time to deliver the tokens of a step.

@@ -1,5 +1,6 @@
 """Tasks on a shared device, and the frontends of simulated servers."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from functools import partial
 
 import pytest
 
+from benchmarks.advice import calibrate
+from benchmarks.advice.client import Client
 from benchmarks.advice.fit import fit_deliveries, fit_slowdowns
 from benchmarks.advice.predict import predict
 from benchmarks.advice.processors import OtherPrograms, children, processor_seconds
@@ -138,3 +141,34 @@ def test_work_outside_of_engines_counts_as_tasks():
     assert len(factors) == 8
     assert factors[2:] == pytest.approx([max(1.0, n / 2) for n in range(3, 9)])
     assert factors[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("others", "seconds", "expected", "num_runs"),
+    [
+        ([0.0, 0.0, 0.0], [3.0, 1.0, 2.0], 2.0, 3),
+        ([99.0, 0.0, 0.0, 0.0], [9.0, 3.0, 1.0, 2.0], 2.0, 4),
+        ([99.0] * 6, [9.0, 8.0, 7.0, 6.0, 5.0, 4.0], 6.5, 6),
+        ([0.0, 0.0, *[99.0] * 4], [1.0, 1.0, 7.0, 7.0, 7.0, 7.0], 7.0, 6),
+    ],
+)
+def test_disturbed_measurements_are_repeated_and_left_out(
+    monkeypatch, others, seconds, expected, num_runs
+):
+    """The processors that other programs use cannot be chosen, so they are scripted."""
+    reports = iter(others)
+
+    class Scripted(OtherPrograms):
+        def processors(self) -> float:
+            return next(reports)
+
+    monkeypatch.setattr(calibrate, "OtherPrograms", Scripted)
+    client = Client("http://127.0.0.1", None, "m", 4096, ())
+    calibration = calibrate._Calibration([client], [], 512, shares_processors=True)
+    runs = iter(seconds)
+
+    async def run() -> float:
+        return next(runs)
+
+    assert asyncio.run(calibration._typical(run)) == expected
+    assert len(list(runs)) == len(seconds) - num_runs

@@ -104,28 +104,36 @@ class HeadAttention:
     """Grouped-query attention over this rank's heads.
 
     Queries, keys and values may have biases. Queries and keys may have norms.
+
+    Args:
+        prefix: prefix of the names of the weights.
+        layer: index of the layer in the KV cache.
+        num_inputs: elements of a row that the projections read; None: the hidden size.
     """
 
     def __init__(
         self,
         loader: WeightLoader,
+        prefix: str,
         config: ModelConfig,
         layer: int,
         parallel: Parallel,
         ropes: list[Rope],
         join: Join,
+        *,
+        num_inputs: int | None = None,
     ) -> None:
         self._layer = layer
         self._head_dim = config.head_dim
         rope_index = config.rope_index(layer)
         self._rope = None if rope_index is None else ropes[rope_index]
         self._angles_index = rope_index or 0
-        prefix = f"model.layers.{layer}.self_attn"
         dim = config.head_dim
+        num_inputs = num_inputs or config.hidden_size
         q_rows = _rows_of_heads(even_share(parallel, config.num_heads), dim)
         kv_rows = _rows_of_heads(parallel.kv_heads(config.num_kv_heads), dim)
-        q_shape = (config.num_heads * dim, config.hidden_size)
-        kv_shape = (config.num_kv_heads * dim, config.hidden_size)
+        q_shape = (config.num_heads * dim, num_inputs)
+        kv_shape = (config.num_kv_heads * dim, num_inputs)
         is_fused = "qkv_proj" in config.traits.fused
         *query_key_parts, value_part = split_parts(
             fused_name=f"{prefix}.qkv_proj" if is_fused else None,
@@ -141,7 +149,7 @@ class HeadAttention:
         self._out = load_rows(
             loader,
             f"{prefix}.o_proj",
-            q_shape[::-1],
+            (config.hidden_size, config.num_heads * dim),
             q_rows,
             config.output_bias,
             parallel,
@@ -161,7 +169,11 @@ class HeadAttention:
         self.layer_attention = LayerAttention(kind, sinks)
 
     def __call__(
-        self, hidden: Tensor, norm: RMSNorm | None, step: Step
+        self,
+        hidden: Tensor,
+        norm: RMSNorm | None,
+        step: Step,
+        inputs: Tensor | None = None,
     ) -> AttentionQueries:
         """Adds the output of attention to `hidden` [T, hidden].
 
@@ -169,12 +181,14 @@ class HeadAttention:
 
         Args:
             norm: the norm of the layer's input, if any.
+            inputs: [T, num_inputs], the input of the projections before the norm; None:
+                `hidden`.
 
         Returns:
             The sum [T, hidden], or only its rows [R, hidden] that `step.rows` selects.
         """
         num_tokens = hidden.shape[0]
-        q, k, v = self._qkv(hidden, norm)
+        q, k, v = self._qkv(hidden if inputs is None else inputs, norm)
         norms = self._norms
         if norms and self._parallel is not None:
             q, k = _norm_rows(norms, (q, k), self._parallel)
@@ -255,7 +269,7 @@ class LatentAttention:
     The cache holds one latent per token, which all heads share: the normed compressed
     KV followed by the rotated key. The up-projections of keys and values are absorbed
     into the query and the output, so that attention reads latents as they are stored.
-    Every rank stores the same, complete cache.
+    Every rank stores the same, complete cache. For the arguments see HeadAttention.
     """
 
     layer_attention = LayerAttention()
@@ -263,6 +277,7 @@ class LatentAttention:
     def __init__(
         self,
         loader: WeightLoader,
+        prefix: str,
         config: ModelConfig,
         layer: int,
         parallel: Parallel,
@@ -274,7 +289,6 @@ class LatentAttention:
         self._layer = layer
         self._rope = ropes[0]
         self._mla = mla
-        prefix = f"model.layers.{layer}.self_attn"
         heads = even_share(parallel, config.num_heads)
         latent_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
         kv_shape = (latent_dim, config.hidden_size)

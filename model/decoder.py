@@ -8,33 +8,41 @@ import torch
 from torch import Tensor
 
 from attention.base import AttentionBackend
-from model.attention_layers import (
-    AttentionQueries,
-    AttentionSpec,
-    HeadAttention,
-    LatentAttention,
-    Step,
-)
+from model.attention_layers import AttentionQueries, AttentionSpec, Step
 from model.config import ModelConfig
+from model.decoder_layer import DecoderLayer, attention_spec, load_ropes, run_queries
 from model.files.safetensors_files import read_headers
-from model.layers import GatedMLP, Join, RMSNorm, load_norm
-from model.mixture.moe import MoELayer
+from model.layers import load_norm
 from model.parallel import Parallel
 from model.quantization.stored import StoredWeights
-from model.rope import Rope, score_mscale
 from model.sizes import check_parallelism
-from model.vocabulary import Vocabulary
+from model.vocabulary import load_vocabulary
 from model.weights import DummySource, Upload, WeightLoader
 
 # Modules that process images. Their weights are not loaded.
 _IMAGE_MODULES: Final = ("vision_tower", "multi_modal_projector")
 
 
-class _Layer(NamedTuple):
-    norm: RMSNorm | None
-    attention: HeadAttention | LatentAttention
-    mlp_norm: RMSNorm | None
-    feed_forward: GatedMLP | MoELayer
+class StateCapture(NamedTuple):
+    """Where a step stores hidden states for a drafter.
+
+    Attributes:
+        layers: numbers of layers. 0 stands for the embeddings, and n for the states
+            after the first n layers, before any norm.
+        out: [T, len(layers) * hidden], filled by the step. A row holds the states of a
+            token in the order of `layers`.
+    """
+
+    layers: tuple[int, ...]
+    out: Tensor
+
+    def store(self, num_layers: int, hidden: Tensor) -> None:
+        """Copies `hidden` [T, hidden], if a drafter needs the states after this number
+        of layers."""
+        width = hidden.shape[1]
+        for index, layer in enumerate(self.layers):
+            if layer == num_layers:
+                self.out[:, index * width : (index + 1) * width].copy_(hidden)
 
 
 class CausalLM:
@@ -48,58 +56,25 @@ class CausalLM:
     ) -> None:
         self.config = config
         self.parallel = parallel
-        head_dim = None if config.mla else config.head_dim
-        self._ropes = [
-            Rope(rope, dtype=loader.dtype, device=loader.device, head_dim=head_dim)
-            for rope in config.ropes
-        ]
-        self._vocab = Vocabulary(loader, config, parallel)
+        self._ropes = load_ropes(loader, config)
+        self.embedding, self.head = load_vocabulary(loader, config, parallel)
         self._layers = [
-            self._load_layer(loader, index) for index in range(config.num_layers)
+            DecoderLayer(
+                loader,
+                config,
+                index,
+                parallel,
+                self._ropes,
+                prefix=f"model.layers.{index}",
+            )
+            for index in range(config.num_layers)
         ]
-        self._norm = load_norm(loader, "model.norm", config.hidden_size, config)
+        self.norm = load_norm(loader, "model.norm", config.hidden_size, config)
 
     @property
     def attention_spec(self) -> AttentionSpec:
         """The properties that this rank's attention backend must have."""
-        config = self.config
-        query_dim = config.head_dim
-        correction = 1.0
-        if config.mla:
-            query_dim += config.mla.qk_nope_head_dim
-            correction = score_mscale(config.rope)
-        return AttentionSpec(
-            num_q_heads=config.num_heads // self.parallel.size,
-            num_kv_heads=len(self.parallel.kv_heads(config.kv_heads_total)),
-            scale=(config.score_scale or query_dim**-0.5) * correction,
-            layers=tuple(layer.attention.layer_attention for layer in self._layers),
-        )
-
-    def _load_layer(self, loader: WeightLoader, index: int) -> _Layer:
-        config = self.config
-        prefix = f"model.layers.{index}"
-        attention_class = LatentAttention if config.mla else HeadAttention
-        feed_forward_class = MoELayer if config.is_moe_layer(index) else GatedMLP
-        mixture = config.traits.mixture
-        block = mixture.prefix if mixture else "mlp"
-
-        def norm(name: str | None) -> RMSNorm | None:
-            if name is None:
-                return None
-            return load_norm(loader, f"{prefix}.{name}", config.hidden_size, config)
-
-        names = config.traits.norms
-        attention_norm = norm(names.attention)
-        attention_join = Join(norm(names.attention_out), config.residual_scale)
-        mlp_norm = norm(names.mlp)
-        mlp_join = Join(norm(names.mlp_out), config.residual_scale)
-        attention = attention_class(
-            loader, config, index, self.parallel, self._ropes, attention_join
-        )
-        feed_forward = feed_forward_class(
-            loader, f"{prefix}.{block}", config, self.parallel, mlp_join
-        )
-        return _Layer(attention_norm, attention, mlp_norm, feed_forward)
+        return attention_spec(self.config, self.parallel, self._layers)
 
     def forward(
         self,
@@ -107,6 +82,7 @@ class CausalLM:
         positions: Tensor,
         attention: AttentionBackend,
         rows: Tensor | None = None,
+        capture: StateCapture | None = None,
     ) -> Tensor:
         """Runs one step through all layers, writing its KV through `attention`.
 
@@ -116,21 +92,16 @@ class CausalLM:
             attention: a backend that is planned for this step.
             rows: int64 [R] with R >= 1, the rows of the T tokens to return; None: all.
                 The last layer stores the KV of all rows, and then computes these rows
-                only.
+                only, unless `capture` needs all.
+            capture: where to store the hidden states that a drafter needs.
 
         Returns:
             [T, hidden] or [R, hidden], the input of `logits`, equal on every rank.
         """
         queries = self.attention_queries(
-            token_ids, positions, attention.applies_rope, rows
+            token_ids, positions, attention.applies_rope, rows, capture
         )
-        query = next(queries)
-        while True:
-            try:
-                query = queries.send(query.run_on(attention))
-            except StopIteration as end:
-                hidden: Tensor = end.value
-                return hidden
+        return run_queries(queries, attention)
 
     def attention_queries(
         self,
@@ -138,6 +109,7 @@ class CausalLM:
         positions: Tensor,
         backend_rotates: bool,
         rows: Tensor | None = None,
+        capture: StateCapture | None = None,
     ) -> AttentionQueries:
         """Runs `forward` as a generator that leaves attention to its caller.
 
@@ -148,16 +120,24 @@ class CausalLM:
             backend_rotates: whether the caller's backend applies norms and rotation;
                 see `AttentionBackend.applies_rope`.
         """
-        hidden = self._vocab.embed(token_ids)
+        hidden = self.embedding(token_ids)
         step = Step(
             tuple(rope.angles(positions) for rope in self._ropes), backend_rotates
         )
+        num_layers = len(self._layers)
+        # Whether the last layer must compute all rows, because a drafter needs them.
+        selects_late = (
+            rows is not None and capture is not None and num_layers in capture.layers
+        )
+        if capture is not None:
+            capture.store(0, hidden)
         for index, layer in enumerate(self._layers, 1):
-            if index == len(self._layers):
+            if index == num_layers and not selects_late:
                 step = step._replace(rows=rows)
-            hidden = yield from layer.attention(hidden, layer.norm, step)
-            hidden = layer.feed_forward(hidden, layer.mlp_norm)
-        return hidden
+            hidden = yield from layer(hidden, step)
+            if capture is not None:
+                capture.store(index, hidden)
+        return hidden[rows] if selects_late else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of `hidden` [S, hidden], after the final norm.
@@ -172,7 +152,7 @@ class CausalLM:
 
         This is enough to find the largest logit.
         """
-        return self._vocab.logits(hidden, self._norm)
+        return self.head(hidden, self.norm)
 
 
 def load_model(
@@ -224,7 +204,7 @@ def load_model(
     with torch.inference_mode():
         model = CausalLM(config, loader, parallel)
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
-    loader.ignore(*(f"model.layers.{layer}." for layer in drafts))
+    loader.ignore(*(f"model.layers.{layer}." for layer in drafts), "mtp.")
     if config.traits.text_type:
         for module in _IMAGE_MODULES:
             loader.ignore(f"{module}.", f"model.{module}.")

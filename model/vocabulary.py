@@ -1,4 +1,7 @@
-"""The embedding and the head of a model."""
+"""The embedding and the head of a model.
+
+Ranks split the rows of their matrices. The vocabulary is padded to equal shares.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,63 +13,126 @@ from model.parallel import Parallel
 from model.weights import WeightLoader
 
 
-class Vocabulary:
-    """The embedding and the head of one rank.
+def load_share(
+    loader: WeightLoader, name: str, shape: tuple[int, int], parallel: Parallel
+) -> Tensor:
+    """Loads this rank's rows of a matrix with one row for each token.
 
-    Ranks split the rows of the vocabulary, which is padded to equal shares.
+    Args:
+        shape: of the complete matrix.
+
+    Returns:
+        [share, columns], padded with rows of zeros.
+    """
+    share = _share(shape[0], parallel)
+    start = min(parallel.rank * share, shape[0])
+    rows = range(start, min(start + share, shape[0]))
+    weight = loader.load(name, shape, rows=rows)
+    missing = share - len(rows)
+    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+
+def _share(vocab_size: int, parallel: Parallel) -> int:
+    return -(-vocab_size // parallel.size)
+
+
+class Embedding:
+    """The embedding of one rank.
+
+    Args:
+        weight: the result of `load_share`.
+        scale: factor of the embeddings. It is rounded to the data type of the weight,
+            as in the training of the models.
     """
 
-    def __init__(
-        self, loader: WeightLoader, config: ModelConfig, parallel: Parallel
-    ) -> None:
+    def __init__(self, weight: Tensor, parallel: Parallel, scale: float = 1.0) -> None:
+        self.weight = weight
         self._parallel = parallel
-        self._size = config.vocab_size
-        # The scale is rounded to the model's data type, as in the training of the
-        # models.
-        self._scale = torch.tensor(config.embedding_scale).to(loader.dtype).item()
-        self._divisor = config.logit_divisor
-        self._cap = config.logit_cap
-        self._share = -(-config.vocab_size // parallel.size)
-        self._start = min(parallel.rank * self._share, config.vocab_size)
-        shape = (config.vocab_size, config.hidden_size)
-        self._embedding = self._load(loader, "model.embed_tokens.weight", shape)
-        head = self._embedding
-        # A stored head counts even if the config says that it is tied, since it may
-        # differ.
-        if not config.tie_embeddings or loader.has("lm_head.weight"):
-            stored_head = self._load(loader, "lm_head.weight", shape)
-            if not torch.equal(stored_head, self._embedding):
-                head = stored_head
-        # Packing copies the head even if it shares its weight with the embedding,
-        # because the embedding needs rows in their own order.
-        self._head = Columns([Linear(head)], pack=loader.pack)
+        self._start = parallel.rank * len(weight)
+        self._scale = torch.tensor(scale).to(weight.dtype).item()
 
-    def _load(self, loader: WeightLoader, name: str, shape: tuple[int, int]) -> Tensor:
-        rows = range(self._start, min(self._start + self._share, self._size))
-        weight = loader.load(name, shape, rows=rows)
-        missing = self._share - len(rows)
-        return F.pad(weight, (0, 0, 0, missing)) if missing else weight
-
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings [T, hidden] of int64 [T], a new tensor."""
         if self._parallel.size == 1:
-            rows = F.embedding(token_ids, self._embedding)
+            rows = F.embedding(token_ids, self.weight)
         else:
             local = token_ids - self._start
-            foreign = (local < 0) | (local >= self._share)
-            rows = F.embedding(local.masked_fill_(foreign, 0), self._embedding)
+            foreign = (local < 0) | (local >= len(self.weight))
+            rows = F.embedding(local.masked_fill_(foreign, 0), self.weight)
             rows = self._parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
-    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+
+class Head:
+    """The head of one rank, which computes logits.
+
+    Args:
+        weight: the result of `load_share`.
+        vocab_size: number of tokens, without padding.
+        pack: see Linear.
+        divisor: divisor of the logits.
+        cap: logits become tanh(logit / cap) * cap; 0: no cap.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        vocab_size: int,
+        parallel: Parallel,
+        *,
+        pack: bool,
+        divisor: float = 1.0,
+        cap: float = 0.0,
+    ) -> None:
+        # Packing copies the head even if it shares its weight with the embedding,
+        # because the embedding needs rows in their own order.
+        self._columns = Columns([Linear(weight)], pack=pack)
+        self._size = vocab_size
+        self._parallel = parallel
+        self._divisor = divisor
+        self._cap = cap
+
+    def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
         """Norms hidden [S, hidden] and returns [S, vocab], complete on every rank.
 
         The logits may be in 16 bits.
         """
-        (share,) = self._head(hidden, norm)
+        (share,) = self._columns(hidden, norm)
         logits = self._parallel.all_gather_last_dim(share)[:, : self._size]
         if self._divisor != 1.0:
             logits = logits / self._divisor
         if self._cap:
             logits = logits.div(self._cap).tanh_().mul_(self._cap)
         return logits
+
+
+def load_vocabulary(
+    loader: WeightLoader, config: ModelConfig, parallel: Parallel
+) -> tuple[Embedding, Head]:
+    """Loads the embedding and the head of a model."""
+    shape = (config.vocab_size, config.hidden_size)
+    embedding = load_share(loader, "model.embed_tokens.weight", shape, parallel)
+    head = embedding
+    # A stored head counts even if the config says that it is tied, since it may differ.
+    if not config.tie_embeddings or loader.has("lm_head.weight"):
+        stored_head = load_share(loader, "lm_head.weight", shape, parallel)
+        if not torch.equal(stored_head, embedding):
+            head = stored_head
+    return (
+        Embedding(embedding, parallel, config.embedding_scale),
+        make_head(loader, head, config, parallel),
+    )
+
+
+def make_head(
+    loader: WeightLoader, weight: Tensor, config: ModelConfig, parallel: Parallel
+) -> Head:
+    """Returns the head with this weight, and with the model's divisor and cap."""
+    return Head(
+        weight,
+        config.vocab_size,
+        parallel,
+        pack=loader.pack,
+        divisor=config.logit_divisor,
+        cap=config.logit_cap,
+    )

@@ -331,13 +331,14 @@ class WeightLoader:
 
         A name that ends in a dot stands for all names with this prefix.
         """
-        for name in names:
-            self._record_use(name)
         prefixes = tuple(name for name in names if name.endswith("."))
+        ignored_names = set(names).difference(prefixes)
         if prefixes:
-            self._used |= {
+            ignored_names |= {
                 name for name in self._source.names() if name.startswith(prefixes)
             }
+        for name in ignored_names:
+            self._record_use(name)
 
     def finish(self) -> None:
         """Logs the memory of dequantised weights, and checks that all weights were

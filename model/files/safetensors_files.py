@@ -17,6 +17,8 @@ import numpy.typing as npt
 from model.errors import ModelLoadError
 
 _SINGLE_FILE: Final = "model.safetensors"
+# Bytes that are compared at a time.
+_COMPARED_BYTES: Final = 1 << 24
 _LFS_POINTER_START: Final = b"version "
 # In a model that accepts images, the names of the text part have this prefix.
 _TEXT_PREFIX: Final = r"^(model\.)?language_model\."
@@ -132,6 +134,21 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             f"{path} has {actual_size} of {required_size} bytes: download it again"
         )
     return tensors
+
+
+def has_equal_content(first: StoredTensor, second: StoredTensor) -> bool:
+    """Returns whether two tensors have the same data type, shape and elements."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    first_bytes = first.content()
+    second_bytes = second.content()
+    return all(
+        np.array_equal(
+            first_bytes[start : start + _COMPARED_BYTES],
+            second_bytes[start : start + _COMPARED_BYTES],
+        )
+        for start in range(0, len(first_bytes), _COMPARED_BYTES)
+    )
 
 
 def stored_elements(folder: Path) -> Counter[str]:

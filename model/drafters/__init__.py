@@ -1,0 +1,1 @@
+"""Drafters that read hidden states of the model for which they propose tokens."""

@@ -36,6 +36,10 @@ class StateCapture(NamedTuple):
     layers: tuple[int, ...]
     out: Tensor
 
+    def first_rows(self, num_tokens: int) -> "StateCapture":
+        """Returns the part of the buffer for a step of `num_tokens` tokens."""
+        return self._replace(out=self.out[:num_tokens])
+
     def store(self, num_layers: int, hidden: Tensor) -> None:
         """Copies `hidden` [T, hidden], if a drafter needs the states after this number
         of layers."""
@@ -138,6 +142,16 @@ class CausalLM:
             if capture is not None:
                 capture.store(index, hidden)
         return hidden[rows] if selects_late else hidden
+
+    def new_capture(
+        self, layers: tuple[int, ...], num_tokens: int
+    ) -> StateCapture | None:
+        """Returns a buffer for the states of `num_tokens` tokens; None if there are no
+        layers to capture."""
+        if not layers:
+            return None
+        width = len(layers) * self.config.hidden_size
+        return StateCapture(layers, self.embedding.weight.new_empty(num_tokens, width))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of `hidden` [S, hidden], after the final norm.

@@ -29,7 +29,7 @@ from attention.base import AttentionBackend, AttentionBatch
 from engine.core.batch import StepInput
 from engine.sampling.sampler import LastSampledTokens, PendingScores, greedy
 from model.attention_layers import AttentionQueries, AttentionQuery
-from model.decoder import CausalLM
+from model.decoder import CausalLM, StateCapture
 
 logger = logging.getLogger("baton.engine")
 
@@ -73,11 +73,14 @@ class LogitsOutput:
         greedy_ids: int64 [rows], the likeliest token of each row. In a graph, this is a
             view of LastSampledTokens.token_ids. None if not computed yet.
         scores: the logprobs of prompt tokens.
+        states: the hidden states of each token of the step that a drafter needs; see
+            StateCapture. None if there is no such drafter.
     """
 
     raw_logits: torch.Tensor
     greedy_ids: torch.Tensor | None
     scores: PendingScores = field(default_factory=lambda: PendingScores([], []))
+    states: torch.Tensor | None = None
 
     @property
     def logits(self) -> torch.Tensor:
@@ -92,6 +95,8 @@ class DecodeGraphs:
         last_drawn: the buffer for the drawn tokens, of at least `max_seqs` draws.
         max_seqs: largest number of sequences in a step.
         max_blocks: largest number of blocks of a sequence.
+        captured_layers: the layers whose hidden states a drafter needs; see
+            StateCapture.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class DecodeGraphs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        captured_layers: tuple[int, ...] = (),
     ) -> None:
         backend.reserve_graph_buffers(max_seqs, max_blocks)
         self._model = model
@@ -113,6 +119,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros(2, max_seqs, dtype=torch.int64, device=device)
         # Token ids as bitwise complements; see LastSampledTokens.
         self._complements, self._positions = self._inputs.unbind()
+        self._capture = model.new_capture(captured_layers, max_seqs)
         self._sizes = captured_sizes(max_seqs)
         # Graphs and their outputs, by number of rows. Every replay overwrites the
         # outputs of all graphs, because the graphs share memory.
@@ -149,12 +156,13 @@ class DecodeGraphs:
     def _step(self, num_rows: int) -> LogitsOutput:
         with _fastest_blas(num_rows):
             token_ids = self._last_drawn.resolve(self._complements[:num_rows])
+            capture = self._capture and self._capture.first_rows(num_rows)
             hidden = self._model.forward(
-                token_ids, self._positions[:num_rows], self._backend
+                token_ids, self._positions[:num_rows], self._backend, capture=capture
             )
             logits = self._model.raw_logits(hidden)
             greedy_ids = greedy(logits, self._last_drawn.token_ids[:num_rows])
-        return LogitsOutput(logits, greedy_ids)
+        return LogitsOutput(logits, greedy_ids, states=capture and capture.out)
 
     def can_run(self, step: StepInput) -> bool:
         """Whether a graph can run this step.
@@ -188,7 +196,11 @@ class DecodeGraphs:
         graph, output = self._graphs[size]
         graph.replay()
         assert output.greedy_ids is not None
-        return LogitsOutput(output.raw_logits[:num_seqs], output.greedy_ids[:num_seqs])
+        return LogitsOutput(
+            output.raw_logits[:num_seqs],
+            output.greedy_ids[:num_seqs],
+            states=None if output.states is None else output.states[:num_seqs],
+        )
 
     def replay(self, num_seqs: int) -> None:
         """Launches the graph for `num_seqs` sequences again, with the inputs and the
@@ -219,6 +231,10 @@ class PromptGraphs:
     """The captured prompt steps of one rank, in pieces between which attention runs.
 
     A padded step also computes its padding rows, but does not store their KV.
+
+    Args:
+        captured_layers: the layers whose hidden states a drafter needs; see
+            StateCapture.
     """
 
     def __init__(
@@ -228,9 +244,11 @@ class PromptGraphs:
         *,
         max_tokens: int,
         device: torch.device,
+        captured_layers: tuple[int, ...] = (),
     ) -> None:
         self._model = model
         self._backend = backend
+        self._capture = model.new_capture(captured_layers, _PROMPT_SIZES[-1])
         self._sizes = [size for size in _PROMPT_SIZES if size <= max_tokens]
         self._inputs = torch.zeros(
             2, _PROMPT_SIZES[-1], dtype=torch.int64, device=device
@@ -268,12 +286,15 @@ class PromptGraphs:
     def can_run(self, num_tokens: int) -> bool:
         return num_tokens <= self.max_tokens
 
-    def run(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def run(
+        self, token_ids: Tensor, positions: Tensor, capture: StateCapture | None = None
+    ) -> Tensor:
         """Computes the hidden states of a step, which are valid until the next call.
         The backend must have planned the step.
 
         Args:
             token_ids, positions: int64 [T]; `can_run` must be true for T.
+            capture: where to store the hidden states that a drafter needs.
         """
         num_tokens = len(token_ids)
         size = next(size for size in self._sizes if size >= num_tokens)
@@ -284,13 +305,19 @@ class PromptGraphs:
             if query is not None:
                 answer = query.truncated(num_tokens).run_on(self._backend)
                 self._buffer("answer", query.inputs[0])[:num_tokens].copy_(answer)
+        if capture is not None:
+            assert self._capture is not None, "the graphs capture no states"
+            capture.out.copy_(self._capture.out[:num_tokens])
         return self._hidden[size][:num_tokens]
 
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
         """Captures the pieces of a step in a memory pool; without a pool, runs them."""
         token_ids, positions = self._inputs[:, :size]
         queries = self._model.attention_queries(
-            token_ids, positions, self._backend.applies_rope
+            token_ids,
+            positions,
+            self._backend.applies_rope,
+            capture=self._capture and self._capture.first_rows(size),
         )
         pieces: list[_Piece] = []
         answer = query = None

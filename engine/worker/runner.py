@@ -139,6 +139,11 @@ class ModelRunner:
         memory: the KV pool and the attention backend; set by `allocate`.
         last_drawn: the tokens that the last launched step draws.
         step_watch: shows the transfer thread whether this rank is computing.
+        captured_layers: the layers whose hidden states a drafter needs; see
+            StateCapture. To be set before `capture_graphs` and before the memory of
+            steps is measured.
+        captured_states: these states of each token of the last launched step, valid
+            until the next launch; None without `captured_layers`.
     """
 
     memory: RankMemory
@@ -166,6 +171,8 @@ class ModelRunner:
         self.draft: ModelRunner | None = None
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        self.captured_layers: tuple[int, ...] = ()
+        self.captured_states: torch.Tensor | None = None
 
     def layout(self, num_blocks: int) -> KVLayout:
         """The layout of this rank's pool with `num_blocks` blocks, including the null
@@ -214,6 +221,7 @@ class ModelRunner:
                 max_blocks=min(-(-max_tokens // block_size), num_blocks - 1),
                 block_size=block_size,
                 device=self.device,
+                captured_layers=self.captured_layers,
             )
         except NotImplementedError as error:
             logger.warning(
@@ -225,6 +233,7 @@ class ModelRunner:
             self.memory.backend,
             max_tokens=self.config.max_num_batched_tokens,
             device=self.device,
+            captured_layers=self.captured_layers,
         )
         fix = "lower --gpu-memory-utilization or --max-num-seqs, or use --enforce-eager"
         with explaining_oom("the memory of CUDA graphs", self.device, fix):
@@ -355,19 +364,24 @@ class ModelRunner:
     def compute(self, step: StepInput) -> LogitsOutput:
         """Runs the step up to the logits of the R rows that draw."""
         if self.graphs is not None and self.graphs.can_run(step):
-            return self.graphs.run(step)
+            output = self.graphs.run(step)
+            self.captured_states = output.states
+            return output
         if not step.scores:
             hidden = self.forward(self.memory, step, step.last_token_rows)
-            return LogitsOutput(self.model.raw_logits(hidden), None)
+            logits = self.model.raw_logits(hidden)
+            return LogitsOutput(logits, None, states=self.captured_states)
         hidden = self.forward(self.memory, step)
         rows = to_device(step.last_token_rows, self.device)
         logits = self.model.raw_logits(hidden[rows])
-        return LogitsOutput(logits, None, score(self.model, hidden, step.scores))
+        scores = score(self.model, hidden, step.scores)
+        return LogitsOutput(logits, None, scores, self.captured_states)
 
     def forward(
         self, memory: RankMemory, step: StepInput, rows: Int64s | None = None
     ) -> torch.Tensor:
-        """Plans the attention of a step and runs the model.
+        """Plans the attention of a step and runs the model. Stores the states for a
+        drafter in `captured_states`.
 
         Returns the hidden states of all T tokens of the step, or those of `rows` [R].
         """
@@ -380,12 +394,16 @@ class ModelRunner:
         token_ids = self.last_drawn.resolve(complements)
         positions = to_device(step.positions, self.device)
         device_rows = None if rows is None else to_device(rows, self.device)
+        capture = self.model.new_capture(self.captured_layers, len(token_ids))
+        self.captured_states = capture and capture.out
         graphs = self.prompt_graphs
         if (
             graphs is not None
             and memory is self.memory
             and graphs.can_run(len(token_ids))
         ):
-            hidden = graphs.run(token_ids, positions)
+            hidden = graphs.run(token_ids, positions, capture)
             return hidden if device_rows is None else hidden[device_rows]
-        return self.model.forward(token_ids, positions, memory.backend, device_rows)
+        return self.model.forward(
+            token_ids, positions, memory.backend, device_rows, capture
+        )

@@ -62,11 +62,16 @@ def config_for(folder: Path, **options: Any) -> EngineConfig:
 
 @contextmanager
 def runner_for(
-    folder: Path, *, num_blocks: int = NUM_BLOCKS, **options: Any
+    folder: Path,
+    *,
+    num_blocks: int = NUM_BLOCKS,
+    captured_layers: tuple[int, ...] = (),
+    **options: Any,
 ) -> Iterator[ModelRunner]:
     runner = ModelRunner(
         config_for(folder, **options), load_config(folder), Parallel(0, 1)
     )
+    runner.captured_layers = captured_layers
     runner.allocate(num_blocks)
     runner.capture_graphs()
     yield runner
@@ -213,6 +218,26 @@ def test_prompts_in_graphs_equal_eager_steps(name):
     torch.testing.assert_close(
         all_logits[:6], all_logits[6:], atol=LOGIT_TOLERANCE, rtol=0.02
     )
+
+
+@pytest.mark.parametrize("name", SUPPORTED_MODELS)
+@torch.inference_mode()
+def test_states_that_graphs_capture_equal_those_of_eager_steps(name):
+    layers = (1, load_config(MODELS[name]).num_layers)
+    states = []
+    for enforce_eager in (False, True):
+        with runner_for(
+            MODELS[name], captured_layers=layers, enforce_eager=enforce_eager
+        ) as runner:
+            for index in range(3):
+                parts = [[7 + row] for row in range(len(PROMPTS))]
+                step = step_at(index, parts, GREEDY, num_groups=runner.groups.count)
+                runner.execute(step)
+                assert runner.captured_states is not None
+                states.append(runner.captured_states.clone())
+    for in_graphs, eager in zip(states[:3], states[3:], strict=True):
+        difference = (in_graphs - eager).float().norm()
+        assert difference < 0.03 * eager.float().norm()
 
 
 def continue_ahead(

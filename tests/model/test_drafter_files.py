@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from model.config import load_config
 from model.drafters.eagle3_config import load_eagle3_config
 from model.drafters.load import load_eagle3, load_mtp
+from model.drafters.sizes import eagle3_weight_bytes, mtp_weight_bytes
 from model.errors import InvalidParallelism, ModelError, ModelLoadError
 from model.parallel import Parallel
 from tests.model.draft_files import (
@@ -261,3 +263,27 @@ def test_eagle3_that_the_ranks_cannot_share_is_refused(llama, tmp_path, monkeypa
     message = "^--speculate eagle3:.*: --tp 4 does not divide .* 6 query heads"
     with pytest.raises(InvalidParallelism, match=message):
         load_eagle3(llama, tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v3", "glm4-moe", "qwen3"])
+def test_memory_of_an_mtp_layer_is_that_of_its_matrices(kind, mtp_folders):
+    folder = mtp_folders[kind]
+    prefix = "mtp." if kind == "qwen3" else f"{mtp_names(kind)['layer']}."
+    tables = (".embed_tokens.weight", ".shared_head.head.weight")
+    expected = sum(
+        tensor.nbytes
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.startswith(prefix) and not name.endswith(tables) and tensor.dim() > 1
+    )
+    size = mtp_weight_bytes(load_config(folder), 4, keep_quantised=True)
+    assert size == expected
+
+
+@pytest.mark.parametrize("has_embedding", [False, True])
+def test_memory_of_eagle3_is_that_of_its_matrices(has_embedding, llama, tmp_path):
+    tensors = make_eagle3(tmp_path, has_embedding=has_embedding)
+    config = load_eagle3_config(tmp_path, llama.config)
+    expected = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() > 1)
+    assert expected == eagle3_weight_bytes(
+        config, 4, keep_quantised=True, has_embedding=has_embedding
+    )

@@ -80,9 +80,13 @@ def latent_attention(
     nope, rope = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
     heads, rank = raw["num_attention_heads"], raw["kv_lora_rank"]
     theta = raw["rope_theta"]
-    low_rank = x @ weights[f"{prefix}.q_a_proj.weight"].T
-    low_rank = rms_norm(low_rank, weights[f"{prefix}.q_a_layernorm.weight"])
-    q = (low_rank @ weights[f"{prefix}.q_b_proj.weight"].T).view(len(x), heads, -1)
+    if f"{prefix}.q_proj.weight" in weights:
+        q = x @ weights[f"{prefix}.q_proj.weight"].T
+    else:
+        low_rank = x @ weights[f"{prefix}.q_a_proj.weight"].T
+        low_rank = rms_norm(low_rank, weights[f"{prefix}.q_a_layernorm.weight"])
+        q = low_rank @ weights[f"{prefix}.q_b_proj.weight"].T
+    q = q.view(len(x), heads, -1)
     compressed = x @ weights[f"{prefix}.kv_a_proj_with_mqa.weight"].T
     latent = rms_norm(compressed[:, :rank], weights[f"{prefix}.kv_a_layernorm.weight"])
     keys_values = latent @ weights[f"{prefix}.kv_b_proj.weight"].T

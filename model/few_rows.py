@@ -107,29 +107,29 @@ def _has_few_rows_kernel(weight: Tensor, gated: bool) -> bool:
 
 
 def _deviations(
-    like: Tensor, gated: bool, *, normed_tile: Any, plain_tile: Any
+    sample: Tensor, gated: bool, *, normed_tile: Any, plain_tile: Any
 ) -> Tensor:
-    """Returns the relative errors of products with random rows of the width of `like`.
+    """Returns the relative errors of products with random rows, as wide as `sample`.
 
     Args:
         normed_tile: the tile of the products with a norm.
         plain_tile: the tile of the products without a norm; a residual is added to
             them, unless they are gated.
     """
-    width = like.shape[1]
-    device = like.device
+    width = sample.shape[1]
+    device = sample.device
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     num_out = 3 * max(normed_tile.columns, plain_tile.columns)
-    weight = (random(num_out << gated, width) / width**0.5).to(like.dtype)
-    norm = (1 + random(width) / 8).to(like.dtype)
+    weight = (random(num_out << gated, width) / width**0.5).to(sample.dtype)
+    norm = (1 + random(width) / 8).to(sample.dtype)
     errors = []
     for num_rows in _SELF_TEST_ROWS:
-        x = random(num_rows, width).to(like.dtype)
-        residual = random(num_rows, num_out).to(like.dtype)
+        x = random(num_rows, width).to(sample.dtype)
+        residual = random(num_rows, num_out).to(sample.dtype)
         multiply = partial(fused_ops.few_rows().few_rows, x, weight, gated=gated)
         normed = F.rms_norm(x.float(), (width,), norm.float(), 1e-5)
         expected = F.linear(normed, weight.float())

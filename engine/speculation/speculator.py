@@ -72,7 +72,7 @@ class Speculator:
         drafter that uses the device is not called: it needs the awaited tokens."""
         room = [self._num_that_fit(sequence) for sequence in decoding]
         if drafter.uses_device:
-            rates = [sequence.speculation.rate.value for sequence in decoding]
+            rates = [self._rate(sequence, drafter.name).value for sequence in decoding]
             return any(self._policy.limits(rates, room, len(decoding)))
         return any(self._proposals_of(drafter, decoding, room, len(decoding)))
 

@@ -13,7 +13,6 @@ from engine.process.transport import EngineTransport
 from engine.speculation.build import make_speculator
 from engine.text.grammar import GrammarCompiler
 from engine.worker.load import CannotStart, describe_failure, explaining_failures
-from engine.worker.memory import decide_max_model_len
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks, let_other_nodes_report
 from protocol.handshake import (
@@ -78,13 +77,7 @@ def _build(
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=decide_max_model_len(
-            config,
-            rank.pool_size,
-            rank.num_blocks,
-            model_config.max_position,
-            rank.runner.groups,
-        ),
+        max_model_len=rank.decide_max_model_len(),
         block_size=config.tokens_per_block,
         step_target=config.step_target,
         groups=rank.runner.groups,

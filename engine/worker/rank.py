@@ -8,7 +8,13 @@ from engine.config import EngineConfig
 from engine.worker import ranks
 from engine.worker.draft_runner import DraftRunner, load_draft
 from engine.worker.kernel_watch import KERNELS
-from engine.worker.memory import MemoryGauge, PoolSize, block_bytes, size_pool
+from engine.worker.memory import (
+    MemoryGauge,
+    PoolSize,
+    block_bytes,
+    decide_max_model_len,
+    size_pool,
+)
 from engine.worker.ranks import RankLinks, connect_ranks
 from engine.worker.runner import ModelRunner
 from engine.worker.service import KVService, reserved_bytes
@@ -97,6 +103,16 @@ class Rank:
         ]
         ranks.raise_if_rank_lost(
             error, self._number, pids, has_other_nodes=self._has_other_nodes
+        )
+
+    def decide_max_model_len(self) -> int:
+        """The largest number of tokens of a sequence, prompt and outputs."""
+        return decide_max_model_len(
+            self.runner.config,
+            self.pool_size,
+            self.num_blocks,
+            self.runner.model_config.max_position,
+            self.runner.groups,
         )
 
     @staticmethod

@@ -5,8 +5,9 @@ such products. Reading the matrices takes most of their time. The norm before a 
 and the gate or the residual after it, are computed in the same kernel.
 
 A program keeps some columns of the result, for all rows, in registers. It reads its
-rows of the matrix through shared memory, several tiles ahead of the tensor cores. A
-row's sums do not depend on the other rows or on their number.
+rows of the matrix through shared memory, several tiles ahead of the tensor cores. The
+matrix is their left operand, because it has more rows than x. A row's sums do not
+depend on the other rows or on their number.
 """
 
 import functools
@@ -80,6 +81,51 @@ def _prefetch_rows(  # type: ignore[no-untyped-def]
 _prefetched_rows: Any = triton.jit(_prefetch_rows)
 
 
+def _sum_parts(  # type: ignore[no-untyped-def]
+    at, exists, size, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Returns the sum of the partial sums of SPLIT programs, in their order."""
+    sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for part in range(SPLIT):
+        sums += tl.load(at + part * size, mask=exists, other=0.0, cache_modifier=".cg")
+    return sums
+
+
+_sum_of_parts: Any = triton.jit(_sum_parts)
+
+
+def _store_part(at, counters, sums, exists, size, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores the partial sums of a program. Returns whether it is the last of those
+    that share its columns."""
+    tl.store(at + tl.program_id(1) * size, sums, mask=exists)
+    tl.debug_barrier()
+    counter = counters + tl.program_id(0)
+    is_last = tl.atomic_add(counter, 1) == SPLIT - 1
+    if is_last:
+        tl.store(counter, 0)  # for the next product
+    return is_last
+
+
+_stored_last: Any = triton.jit(_store_part)
+
+
+def _norm_and_gate(  # type: ignore[no-untyped-def]
+    sums, up_sums, squares, eps, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Divides products by the sizes of their rows, and applies the gate."""
+    if NORM:
+        factors = 1 / tl.sqrt(tl.sum(squares, 1) / WIDTH + eps)
+        sums *= factors[None, :]
+        up_sums *= factors[None, :]
+    if GATED:
+        sums = sums / (1 + tl.exp(-sums)) * up_sums
+    return sums
+
+
+_normed: Any = triton.jit(_norm_and_gate)
+
+
 def _few_rows(  # type: ignore[no-untyped-def]
     x, weight, bias, out, norm, residual, partial, counters, eps, x_stride, num_rows,
     num_out, WIDTH: tl.constexpr, BIASED: tl.constexpr, NORM: tl.constexpr,
@@ -87,10 +133,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr,
     PIECES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Computes COLUMNS columns of the result.
-
-    The matrix is the left operand of the tensor cores, because it has more rows than x.
-    """
+    """Computes COLUMNS columns of the result."""
     SPLIT_WIDTH: tl.constexpr = WIDTH // SPLIT
     first_column = tl.program_id(0) * COLUMNS
     first = tl.program_id(1) * SPLIT_WIDTH
@@ -98,9 +141,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
     matrix = weight + first_column.to(tl.int64) * WIDTH + first
     if PREFETCH > 0:
         _prefetched_rows(matrix, COLUMNS, WIDTH, PREFETCH, PIECES, PTX)
-        if GATED:
-            up_matrix = matrix + up_offset
-            _prefetched_rows(up_matrix, COLUMNS, WIDTH, PREFETCH, PIECES, PTX)
+    if PREFETCH > 0 and GATED:
+        _prefetched_rows(matrix + up_offset, COLUMNS, WIDTH, PREFETCH, PIECES, PTX)
     index = tl.arange(0, COLUMNS)
     column = first_column + index
     row = tl.arange(0, ROWS)
@@ -129,29 +171,15 @@ def _few_rows(  # type: ignore[no-untyped-def]
             value = (wide * factor[None, :]).to(value.dtype)
         sums = tl.dot(tile, value.T, sums)
         if GATED:
-            up_at = at + up_offset + start
-            up_tile = tl.load(up_at, eviction_policy="evict_first")
+            up_tile = tl.load(at + up_offset + start, eviction_policy="evict_first")
             up_sums = tl.dot(up_tile, value.T, up_sums)
     if SPLIT > 1:
-        # The last of the programs that share the columns adds up their sums, in the
-        # order of the parts.
+        # The last of the programs that share the columns adds up their sums.
         size = num_rows * num_out
-        tl.store(partial + tl.program_id(1) * size + place, sums, mask=exists)
-        tl.debug_barrier()
-        counter = counters + tl.program_id(0)
-        if tl.atomic_add(counter, 1) < SPLIT - 1:
+        if not _stored_last(partial + place, counters, sums, exists, size, SPLIT):
             return
-        tl.store(counter, 0)  # for the next product
-        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for part in range(SPLIT):
-            part_at = partial + part * size + place
-            sums += tl.load(part_at, mask=exists, other=0.0, cache_modifier=".cg")
-    if NORM:
-        factors = 1 / tl.sqrt(tl.sum(squares, 1) / WIDTH + eps)
-        sums *= factors[None, :]
-        up_sums *= factors[None, :]
-    if GATED:
-        sums = sums / (1 + tl.exp(-sums)) * up_sums
+        sums = _sum_of_parts(partial + place, exists, size, COLUMNS, ROWS, SPLIT)
+    sums = _normed(sums, up_sums, squares, eps, WIDTH, NORM, GATED)
     if BIASED:
         sums += shift[:, None]
     if ADD:
@@ -251,6 +279,25 @@ def few_rows(
     out = residual
     if out is None:
         out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, out, norm, residual, eps, tile, gated=gated)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    tile: Tile,
+    *,
+    gated: bool,
+) -> None:
+    """Launches the kernel for the arguments of `few_rows`, with a tile."""
+    num_rows, width = x.shape
+    num_out = out.shape[1]
     partial_sums = None
     counters = None
     if tile.split > 1:
@@ -288,4 +335,3 @@ def few_rows(
         num_stages=tile.stages,
         launch_pdl=PDL,
     )
-    return out

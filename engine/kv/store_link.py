@@ -19,6 +19,8 @@ from protocol.ipc.kv_store import (
     MAX_MESSAGE_BYTES,
     OpenRegion,
     RegionOpened,
+    RegionPending,
+    RegionRefused,
     RegionSpec,
     read_store_reply,
     seal_open_region,
@@ -32,11 +34,11 @@ logger = get_logger(__name__)
 
 RENEW_INTERVAL_S = 2.0
 _CONNECT_TIMEOUT_S = 2.0
-# The first answer of a store takes long, because it loads its libraries and allocates
-# the region.
+# The first answer of a store takes long, because it loads its libraries.
 _OPEN_TIMEOUT_S = 30.0
 _RENEW_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.5
+_PENDING_INTERVAL_S = 0.25  # between two requests while the store opens the region
 _MIN_RETRY_S = 0.5
 _MAX_RETRY_S = 10.0
 
@@ -100,6 +102,7 @@ class StoreLink:
         self.region: StoreRegion | None = None
         self.stats: dict[str, float] = {}
         self._last_problem = ""
+        self._is_pending = False  # the last answer was RegionPending
         self._stopping = threading.Event()
         self._thread = VitalThread(self._run, "store-link")
 
@@ -159,13 +162,30 @@ class StoreLink:
             timeout_s = _OPEN_TIMEOUT_S
             while not self._stopping.is_set():
                 reply = self._request(wire, timeout_s)
-                self._set_region(reply, local_host)
                 timeout_s = _RENEW_TIMEOUT_S
+                if isinstance(reply, RegionOpened):
+                    self._set_region(reply, local_host)
+                    interval_s = RENEW_INTERVAL_S
+                else:
+                    self._report_pending(reply)
+                    interval_s = _PENDING_INTERVAL_S
                 # The store sends nothing of its own accord: data is its end.
-                if _wait_for(wire, RENEW_INTERVAL_S):
+                if _wait_for(wire, interval_s):
                     wire.receive()
 
-    def _request(self, wire: Wire, timeout_s: float) -> RegionOpened:
+    def _report_pending(self, reply: RegionPending) -> None:
+        """Logs once that the store is opening the region."""
+        self.region = None
+        if not self._is_pending:
+            self._is_pending = True
+            logger.info(
+                "The KV store at %s:%d allocates %.2f GiB of host memory for KV; "
+                "continuing without it until that is done.",
+                *self._address,
+                reply.nbytes / 2**30,
+            )
+
+    def _request(self, wire: Wire, timeout_s: float) -> RegionOpened | RegionPending:
         """Sends OpenRegion, and returns the answer."""
         request = OpenRegion(nonce=new_id(), engine_id=self._engine_id, spec=self._spec)
         wire.send(seal_open_region(request, self._secret))
@@ -177,7 +197,7 @@ class StoreLink:
             wire.flush()
             for message in wire.receive():
                 reply = read_store_reply(message, self._secret)
-                if not isinstance(reply, RegionOpened):
+                if isinstance(reply, RegionRefused):
                     raise StoreUnusable(reply.reason)
                 if reply.nonce == request.nonce:
                     return reply
@@ -199,6 +219,7 @@ class StoreLink:
             local_host=local_host,
         )
         self.stats = reply.stats
+        self._is_pending = False
         if region != self.region:
             self.region = region
             self._last_problem = ""

@@ -74,6 +74,18 @@ class RegionOpened(msgspec.Struct, frozen=True, tag="opened", kw_only=True):
     stats: dict[str, float]
 
 
+class RegionPending(msgspec.Struct, frozen=True, tag="pending", kw_only=True):
+    """The answer to OpenRegion while the store allocates the memory of the region. The
+    engine repeats its request until the region is open.
+
+    Attributes:
+        nbytes: The size of the region.
+    """
+
+    nonce: str
+    nbytes: int
+
+
 class RegionRefused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     """The answer to an OpenRegion that the store cannot serve, with the reason and the
     fix. The MAC is wrong if the engine has a different cluster secret."""
@@ -82,7 +94,7 @@ class RegionRefused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     reason: str = ""
 
 
-StoreReply = RegionOpened | RegionRefused
+StoreReply = RegionOpened | RegionPending | RegionRefused
 
 _REQUEST = b"baton kv store request"
 _REPLY = b"baton kv store reply"

@@ -5,6 +5,7 @@ refuses them, is too small, or has ended.
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from selectors import EVENT_READ, DefaultSelector
@@ -19,7 +20,13 @@ from engine.store import store as store_module
 from engine.store.front import StoreFront
 from engine.store.memory import RegionOptions
 from engine.store.store import Store
-from protocol.ipc.kv_store import OpenRegion, RegionOpened, RegionRefused, RegionSpec
+from protocol.ipc.kv_store import (
+    OpenRegion,
+    RegionOpened,
+    RegionPending,
+    RegionRefused,
+    RegionSpec,
+)
 from protocol.ipc.wire import Waker, listen
 from tests.rigs.engines import COMPAT, OTHER_COMPAT, SECRET
 from tests.rigs.memory_agent import MemoryAgent
@@ -31,7 +38,12 @@ OPTIONS = RegionOptions(host_kv_bytes=1 << 16, staging_bytes=1 << 16)
 class Listening:
     """A store that serves connections in a thread."""
 
-    def __init__(self, options: RegionOptions = OPTIONS, port: int = 0) -> None:
+    def __init__(
+        self,
+        options: RegionOptions = OPTIONS,
+        port: int = 0,
+        make_agent: Any = MemoryAgent,
+    ) -> None:
         self.now_s = 1000.0
         selector = DefaultSelector()
         waker = Waker()
@@ -39,7 +51,7 @@ class Listening:
         listener = listen("127.0.0.1", port)
         self.address = ("127.0.0.1", int(listener.getsockname()[1]))
         self.store = Store(
-            options, SECRET, MemoryAgent, waker.wake, clock=lambda: self.now_s
+            options, SECRET, make_agent, waker.wake, clock=lambda: self.now_s
         )
         self.front = StoreFront(listener, selector, SECRET, self.store.open_region)
         self._stopping = threading.Event()
@@ -94,13 +106,16 @@ def make_store() -> Iterator[Callable[..., Store]]:
     stores: list[Store] = []
 
     def make(
-        host_kv_bytes: int = 1 << 16, max_models: int = 1, **options: Any
+        host_kv_bytes: int = 1 << 16,
+        max_models: int = 1,
+        make_agent: Any = MemoryAgent,
+        **options: Any,
     ) -> Store:
         region_options = RegionOptions(
             host_kv_bytes=host_kv_bytes, max_models=max_models, staging_bytes=1 << 16
         )
         stores.append(
-            Store(region_options, SECRET, MemoryAgent, lambda: None, **options)
+            Store(region_options, SECRET, make_agent, lambda: None, **options)
         )
         return stores[-1]
 
@@ -115,14 +130,21 @@ def refusal(store: Store, spec: RegionSpec) -> str:
     return reply.reason
 
 
+def opened(store: Store, spec: RegionSpec = SPEC) -> RegionOpened:
+    """Request a region until it is open."""
+    deadline_s = time.monotonic() + 30
+    while isinstance(reply := store.open_region(open_request(spec)), RegionPending):
+        assert time.monotonic() < deadline_s, "the region was not opened"
+        time.sleep(0.01)
+        store.poll()
+    assert isinstance(reply, RegionOpened), reply
+    return reply
+
+
 def test_engines_of_one_model_share_a_region(make_store):
     store = make_store()
-    replies = [
-        store.open_region(open_request(spec))
-        for spec in (SPEC, replace(SPEC, block_size=8))
-    ]
-    first, second = replies
-    assert isinstance(first, RegionOpened) and isinstance(second, RegionOpened)
+    first = opened(store)
+    second = opened(store, replace(SPEC, block_size=8))
     assert first.incarnation == second.incarnation and second.block_size == 4
 
 
@@ -132,14 +154,14 @@ def test_region_for_less_than_one_sequence_is_refused_with_the_needed_size(make_
     assert "--host-kv-bytes 2048" in reason and "64 tokens" in reason
     needed = int(reason.partition("use --host-kv-bytes ")[2].split()[0])
     store = make_store(host_kv_bytes=needed)
-    assert isinstance(store.open_region(open_request()), RegionOpened)
+    opened(store)
     refusal(make_store(host_kv_bytes=needed - 1), SPEC)
 
 
 def test_region_of_another_model_is_replaced_only_when_it_is_stale(make_store):
     now_s = 0.0
     store = make_store(clock=lambda: now_s)
-    first = store.open_region(open_request())
+    first = opened(store)
     other = replace(SPEC, compat=OTHER_COMPAT)
     now_s += store_module.STALE_REGION_S - 1
     assert "in use by servers of another model" in refusal(store, other)
@@ -151,8 +173,7 @@ def test_region_of_another_model_is_replaced_only_when_it_is_stale(make_store):
     refusal(store, replace(other, max_model_len=1 << 20))
     assert store.open_region(open_request()).incarnation == first.incarnation
     now_s += store_module.STALE_REGION_S
-    second = store.open_region(open_request(other))
-    assert isinstance(second, RegionOpened)
+    second = opened(store, other)
     assert second.incarnation != first.incarnation
     refusal(store, SPEC)
 
@@ -162,8 +183,7 @@ def test_models_have_equal_shares_of_the_store(make_store):
     store = make_store(max_models=2, clock=lambda: now_s)
     other = replace(SPEC, compat=OTHER_COMPAT)
     third = replace(SPEC, compat=replace(COMPAT, num_layers=COMPAT.num_layers + 1))
-    replies = [store.open_region(open_request(spec)) for spec in (SPEC, other)]
-    assert all(isinstance(reply, RegionOpened) for reply in replies)
+    replies = [opened(store, spec) for spec in (SPEC, other)]
     assert len({reply.incarnation for reply in replies}) == 2
     sizes = [region.memory.pool.nbytes for region in store.regions]
     assert sizes[0] == sizes[1] and sum(sizes) <= 1 << 16
@@ -171,7 +191,7 @@ def test_models_have_equal_shares_of_the_store(make_store):
     # The third model takes the share that no server uses any more.
     now_s += store_module.STALE_REGION_S
     assert store.open_region(open_request(other)).incarnation == replies[1].incarnation
-    assert isinstance(store.open_region(open_request(third)), RegionOpened)
+    opened(store, third)
     assert store.open_region(open_request(other)).incarnation == replies[1].incarnation
     assert "in use" in refusal(store, SPEC)
     assert len(store.regions) == 2
@@ -181,8 +201,83 @@ def test_share_for_less_than_one_sequence_is_refused_with_the_needed_size(make_s
     reason = refusal(make_store(host_kv_bytes=4096, max_models=2), SPEC)
     needed = int(reason.partition("use --host-kv-bytes ")[2].split()[0])
     store = make_store(host_kv_bytes=needed, max_models=2)
-    assert isinstance(store.open_region(open_request()), RegionOpened)
+    opened(store)
     refusal(make_store(host_kv_bytes=needed - 1, max_models=2), SPEC)
+
+
+class SlowAgents:
+    """Makes the agents of regions, once `may_continue` is set."""
+
+    def __init__(self) -> None:
+        self.may_continue = threading.Event()
+        self.errors: list[Exception] = []
+
+    def __call__(self, prefix: str) -> MemoryAgent:
+        assert self.may_continue.wait(30)
+        if self.errors:
+            raise self.errors.pop()
+        return MemoryAgent(prefix)
+
+
+def test_store_answers_while_it_opens_a_region(make_store):
+    agents = SlowAgents()
+    store = make_store(make_agent=agents)
+    for _ in range(2):
+        reply = store.open_region(open_request())
+        assert isinstance(reply, RegionPending)
+        assert 0 < reply.nbytes <= 1 << 16
+        store.poll()
+        assert store.is_idle
+    other = replace(SPEC, compat=OTHER_COMPAT)
+    assert "in use by servers of another model" in refusal(store, other)
+    agents.may_continue.set()
+    assert opened(store).num_tokens > 0
+
+
+def test_memory_that_cannot_be_allocated_is_refused_and_tried_again_later(make_store):
+    now_s = 0.0
+    agents = SlowAgents()
+    agents.may_continue.set()
+    agents.errors.append(MemoryError("88 GiB do not fit"))
+    store = make_store(make_agent=agents, clock=lambda: now_s)
+    assert isinstance(store.open_region(open_request()), RegionPending)
+    until(lambda: store.poll() or "88 GiB do not fit" in store._open_error)
+    assert "88 GiB do not fit" in refusal(store, SPEC)
+    now_s += store_module.RETRY_OPEN_S
+    opened(store)
+
+
+def test_memory_of_a_stale_region_is_freed_before_the_next_one_is_allocated(make_store):
+    now_s = 0.0
+    pools: list[weakref.ref] = []
+    num_alive: list[int] = []
+
+    def make_agent(prefix: str) -> MemoryAgent:
+        num_alive.append(sum(pool() is not None for pool in pools))
+        return MemoryAgent(prefix)
+
+    store = make_store(make_agent=make_agent, clock=lambda: now_s)
+    opened(store)
+    pools.append(weakref.ref(store.regions[0].memory.pool))
+    now_s += store_module.STALE_REGION_S
+    opened(store, replace(SPEC, compat=OTHER_COMPAT))
+    assert num_alive == [0, 0]
+
+
+def test_engine_reports_once_that_the_store_allocates_memory(caplog):
+    caplog.set_level("INFO")
+    agents = SlowAgents()
+    listening = Listening(make_agent=agents)
+    try:
+        with linked(listening.address) as link:
+            until(lambda: any("GiB of host memory" in m for m in caplog.messages))
+            assert link.region is None
+            agents.may_continue.set()
+            until(lambda: link.region is not None)
+        lines = [m for m in caplog.messages if "continuing without it" in m]
+        assert len(lines) == 1, lines
+    finally:
+        listening.close()
 
 
 def test_link_knows_the_region_and_notices_the_end_of_the_store(listening):

@@ -141,14 +141,17 @@ class Demotions:
             offer.token_ids, max_tokens=demotion.stop, salt=offer.cache_salt
         )
         start = len(table) // groups.count * prefix.block_size
-        if start < offer.first_token:
-            self._drop(pull_id, "evicted")
-            return True
+        # Wait for an active pull that brings tokens of this offer, so as not to read
+        # them twice. An engine sees the end of a pull, and offers the next piece of the
+        # sequence, before this region does.
         if any(
             _brings_next_block(active, demotion, start, prefix.block_size)
             for active in self._active.values()
         ):
-            return True  # wait, so as not to read the same tokens twice
+            return True
+        if start < offer.first_token:
+            self._drop(pull_id, "evicted")
+            return True
         demotion.start = start
         ranges = self._ranges(demotion)
         entries = groups.missing_entries(table, ranges, prefix.block_size)

@@ -31,6 +31,9 @@ START_CREDIT_STEPS: Final = 1.0
 MAX_CREDIT_STEPS: Final = 1_000 * MAX_LOSS
 # While speculation does not pay, one of this many steps may be a probe.
 PROBE_INTERVAL: Final = 8
+# While speculation pays, one of this many steps measures more proposals than were
+# measured before, because their durations may be less than expected.
+GROWTH_INTERVAL: Final = 16
 # Proposals per sequence in a probe. More say little while the first ones are rejected.
 PROBE_PROPOSALS: Final = 4
 # A probe may cost this share of the credit.
@@ -100,6 +103,11 @@ class SpeculationPolicy:
                 return nothing
             return self._probe(batch, lengths)
         estimates = batch.times.estimates
+        if self._num_steps % GROWTH_INTERVAL == 0:
+            max_proposals = min(len(gains), batch.times.max_proposals)
+            largest = len(_numbers_up_to(max_proposals)) - 1
+            if not estimates.is_measured[largest]:
+                index = largest
         cost = float(estimates.largest[index]) - 1
         if not estimates.is_measured[index] and cost > batch.credit:
             return nothing

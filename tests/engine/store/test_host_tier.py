@@ -2,6 +2,8 @@
 is that the store has no more than the engine.
 """
 
+from msgspec.structs import replace
+
 from protocol.messages import AbortRequest
 from tests.engine.store.test_region import evict_all
 from tests.rigs.engines import Engine, Group
@@ -125,3 +127,23 @@ def test_lookup_ends_when_a_pull_can_save_no_more_time():
         evict_all(engine)
         engine.rates.seconds_per_token = 1.0
         assert group.complete(engine, PROMPT, 1)[1] == (28, 2, 0)
+
+
+def test_next_piece_of_a_prompt_waits_for_the_pull_of_the_one_before():
+    """The engine has seen the end of the first pull, but the region has not yet."""
+    store = Store()
+    engine = Engine(store_link=store.link())
+    store_demotions = store.region.demotions
+    with TieredGroup(store, engine) as group:
+        group.until_readable(engine)
+        store.stall()
+        name = group.begin(engine, PROMPT, 1)
+        group.until(lambda: len(store_demotions._active) == 1)
+        (active,) = store_demotions._active.values()
+        remote = replace(active.offer.remote, lease_id="ab" * 16)
+        store_demotions.add(replace(active.offer, remote=remote, first_token=4), 0.0)
+        store_demotions.begin_pulls(0.0)
+        assert store_demotions.outcomes["evicted"] == 0
+        assert store_demotions.num_waiting == 1
+        store.resume()
+        group.tokens_of(engine, name)

@@ -311,25 +311,6 @@ def test_long_prompt_is_demoted_piece_by_piece(make_tiers):
     assert demoted(engine, "stored") == len(num_leased) >= 3
 
 
-def test_next_piece_of_a_prompt_waits_for_the_pull_of_the_one_before(make_tiers):
-    """The engine has seen the end of the first pull, but the region has not yet."""
-    group = make_tiers({})
-    (engine,) = group.engines
-    store_demotions = group.store.region.demotions
-    group.until_readable(engine)
-    group.store.stall()
-    name = group.begin(engine, PROMPT, 1)
-    group.until(lambda: len(store_demotions._active) == 1)
-    (active,) = store_demotions._active.values()
-    remote = replace(active.offer.remote, lease_id="ab" * 16)
-    store_demotions.add(replace(active.offer, remote=remote, first_token=4), 0.0)
-    store_demotions.begin_pulls(0.0)
-    assert store_demotions.outcomes["evicted"] == 0
-    assert store_demotions.num_waiting == 1
-    group.store.resume()
-    group.tokens_of(engine, name)
-
-
 def test_only_new_blocks_are_offered_again(make_tiers):
     group = make_tiers({"num_blocks": 200})
     (engine,) = group.engines

@@ -138,7 +138,8 @@ class EngineCore(CoreServices):
         plan = self.scheduler.schedule()
         self._apply_plan(plan)
         if plan.scheduled:
-            self._steps.run(plan.scheduled)
+            is_delayed = self.speculator.take_delay()
+            self._steps.run(plan.scheduled, is_delayed=is_delayed)
         self.finish_steps(self.executor.depth if plan.scheduled else 0)
         self.flush()
         return bool(
@@ -329,7 +330,7 @@ class EngineCore(CoreServices):
                 self.give_up(item.sequence, error)
 
     def step_committed(self, step: InFlightStep, cycle_s: float) -> None:
-        self.speculator.record_step(step.scheduled, cycle_s)
+        self.speculator.record_step(step.scheduled, cycle_s, is_delayed=step.is_delayed)
 
     def _commit_item(
         self,

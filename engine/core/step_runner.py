@@ -51,6 +51,7 @@ class InFlightStep:
     pending: PendingStep
     num_tokens: int
     started_s: float
+    is_delayed: bool  # see Speculator.take_delay
     # Sequences that draw no token in this step, because their mask was not ready.
     skipped: set[Sequence] = field(default_factory=set)
 
@@ -106,9 +107,15 @@ class StepRunner:
         self._last_finish_s = 0.0  # when the last committed step finished
         # The same, but None if the engine was idle since then.
         self._cycle_start_s: float | None = None
+        self._is_delayed = False  # whether the step to be launched is delayed
 
-    def run(self, scheduled: list[Scheduled]) -> None:
-        """Launches a step. If the launch fails, runs its sequences one at a time."""
+    def run(self, scheduled: list[Scheduled], *, is_delayed: bool = False) -> None:
+        """Launches a step. If the launch fails, runs its sequences one at a time.
+
+        Args:
+            is_delayed: see Speculator.take_delay.
+        """
+        self._is_delayed = is_delayed
         try:
             self._build_and_launch(scheduled)
         except StepFailed as error:
@@ -183,7 +190,9 @@ class StepRunner:
         pending = self._executor.launch(step)
         self._scheduler.step_launched(scheduled)
         num_tokens = len(step.token_ids)
-        self.in_flight.append(InFlightStep(scheduled, pending, num_tokens, started_s))
+        self.in_flight.append(
+            InFlightStep(scheduled, pending, num_tokens, started_s, self._is_delayed)
+        )
         return pending
 
     def finish_steps(self, num_left: int) -> None:

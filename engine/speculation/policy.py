@@ -116,7 +116,13 @@ class SpeculationPolicy:
         return counts
 
     def record_step(
-        self, num_streams: int, num_rows: int, num_tokens: int, seconds: float
+        self,
+        num_streams: int,
+        num_rows: int,
+        num_tokens: int,
+        seconds: float,
+        *,
+        is_delayed: bool = False,
     ) -> None:
         """Records a finished step without prompts.
 
@@ -125,6 +131,8 @@ class SpeculationPolicy:
             num_rows: the number of streams and proposals.
             num_tokens: the tokens that were drawn and kept.
             seconds: the duration of the step, including the time to propose.
+            is_delayed: whether the step was launched later than without speculation.
+                Its time then counts as lost, also if nothing was proposed.
         """
         size = rounded_up(num_streams)
         batch = self._batches.setdefault(size, _Batch(num_streams))
@@ -134,7 +142,7 @@ class SpeculationPolicy:
         follows_speculation = self._last_speculation == self._num_steps - 1
         if num_proposals:
             self._last_speculation = self._num_steps
-        if num_proposals or follows_speculation:
+        if num_proposals or follows_speculation or is_delayed:
             batch.account(
                 num_proposals, num_tokens / num_streams, seconds, self._num_steps
             )

@@ -54,18 +54,27 @@ class Speculator:
         self._num_accepted = Counter({drafter.name: 0 for drafter in drafters})
         self._accepted_lengths = EngineHistogram("baton_speculative_accepted_length")
         self._num_accepted_in_step = 0
+        self._has_delayed = False
 
     def needs_results(self, running: Sequenceable[Sequence]) -> bool:
         """Whether the results of launched steps must be known before the next plan: of
         a verification, or because proposals may follow the awaited tokens."""
         if not self._drafters:
             return False
-        if any(sequence.is_verifying for sequence in running):
-            return True
         decoding = [s for s in running if s.is_decoding and s.num_awaited]
-        return any(
+        needs_results = any(sequence.is_verifying for sequence in running) or any(
             self._may_propose(drafter, decoding) for drafter in list(self._drafters)
         )
+        self._has_delayed |= needs_results
+        return needs_results
+
+    def take_delay(self) -> bool:
+        """Whether the next step is launched later than without speculation: after the
+        results of the step before, or after the work of a drafter on the device. Later
+        calls return False."""
+        has_delayed = self._has_delayed
+        self._has_delayed = False
+        return has_delayed
 
     def _may_propose(self, drafter: Drafter, decoding: list[Sequence]) -> bool:
         """Whether a drafter may have proposals for sequences in an unfinished step. A
@@ -144,6 +153,7 @@ class Speculator:
                 limits = self._policy.limits(rates, room, num_streams)
                 if not any(limits):
                     return [[] for _ in sequences]
+                self._has_delayed = True
                 return drafter.propose(sequences, limits)
             proposals = drafter.propose(sequences, room)
         except Exception:
@@ -193,12 +203,19 @@ class Speculator:
         self._accepted_lengths.observe(num_accepted)
         self._num_accepted_in_step += num_accepted
 
-    def record_step(self, scheduled: Sequenceable[Scheduled], cycle_s: float) -> None:
+    def record_step(
+        self,
+        scheduled: Sequenceable[Scheduled],
+        cycle_s: float,
+        *,
+        is_delayed: bool = False,
+    ) -> None:
         """Records a finished step, after its result was recorded for each sequence.
 
         Args:
             scheduled: what the step computed.
             cycle_s: seconds from the end of the step before to the end of this one.
+            is_delayed: what `take_delay` returned before the step was launched.
         """
         num_accepted = self._num_accepted_in_step
         self._num_accepted_in_step = 0
@@ -210,6 +227,7 @@ class Speculator:
             num_rows=sum(item.num_tokens for item in scheduled),
             num_tokens=num_streams + num_accepted,
             seconds=cycle_s,
+            is_delayed=is_delayed,
         )
 
     def stats(self) -> dict[str, float]:

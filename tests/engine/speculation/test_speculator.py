@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from engine.speculation.policy import SpeculationPolicy
-from tests.rigs.drafters import RandomDrafter
-from tests.rigs.shadow import add, make_core, run_until_idle
+from tests.rigs.drafters import RandomDrafter, VerifyEverything
+from tests.rigs.shadow import add, expected_output, make_core, run_until_idle
 
 
 class RecordingPolicy(SpeculationPolicy):
@@ -47,3 +47,53 @@ def test_each_drafter_has_its_own_rate():
     run_until_idle(core, add("a", [1, 2, 3], 200))
     assert min(policy.rates[-30:]) < 0.1
     assert max(policy.rates[-30:]) > 0.8
+
+
+class _Fickle:
+    """Proposes only while the newest token is unknown, so that nothing is left to
+    verify once the engine has waited for it."""
+
+    name = "fickle"
+    uses_device = False
+
+    def propose(self, sequences, limits):
+        return [
+            [7] * limit if s.num_awaited else []
+            for s, limit in zip(sequences, limits, strict=True)
+        ]
+
+
+class _Silent:
+    name = "silent"
+    uses_device = False
+
+    def propose(self, sequences, limits):
+        return [[] for _ in sequences]
+
+
+class _Recording(VerifyEverything):
+    """Remembers which steps were delayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delays: list[bool] = []
+
+    def record_step(self, *args, is_delayed=False, **kwargs):
+        self.delays.append(is_delayed)
+        super().record_step(*args, is_delayed=is_delayed, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "is_delayed"), [(_Fickle(), True), (_Silent(), False)]
+)
+def test_steps_that_waited_for_a_drafter_are_no_measurement_of_plain_steps(
+    drafter, is_delayed
+):
+    policy = _Recording()
+    core, executor, out = make_core(depth=1, drafters=[drafter], policy=policy)
+    prompt = [3, 1, 4]
+    run_until_idle(core, add("a", prompt, 12))
+    assert out.tokens("a") == expected_output(prompt, 12)
+    assert any(policy.delays) == is_delayed
+    # At the end, there is no place left for a proposal.
+    assert executor.num_steps_ahead == executor.num_steps - 1 - sum(policy.delays)

@@ -2,7 +2,7 @@
 request's hint names, and in the KV store of this host.
 
 A lookup is sent only if a pull is likely to take less time than computing the tokens.
-It is given up when a pull can no longer take less time.
+A lookup in the store is given up when a pull can no longer take less time.
 The engine of the hint comes first, because a proxy has a reason to name it. If it has
 nothing, or does not answer in time, the store is next.
 """
@@ -187,8 +187,10 @@ class PrefixLookups:
             min_tokens=lookup.num_cached + min_tokens,
             cache_salt=sequence.request.cache_salt,
         )
-        num_tokens = min(target.num_tokens, lookup.max_tokens) - lookup.num_cached
-        timeout_s = self._rates.gain_s(key_of(target), num_tokens)
+        timeout_s = math.inf  # the coordinator's, which includes the first contact
+        if target is not sequence.request.hint:  # the store, which is connected
+            num_tokens = min(target.num_tokens, lookup.max_tokens) - lookup.num_cached
+            timeout_s = self._rates.gain_s(key_of(target), num_tokens)
         self._coordinator.look_up(sequence.request_id, target, request, timeout_s)
 
     def forget(self, sequence: Sequence) -> bool:
@@ -208,7 +210,7 @@ class PrefixLookups:
                 self._store_paused_until_s = time.monotonic() + STORE_PAUSE_S
         else:
             self._counters.count_lookup(event.outcome)
-        if event.remote is not None or event.outcome == "late":
+        if event.remote is not None or (is_in_store and event.outcome == "late"):
             self._rates.record_lookup(key_of(lookup.target), event.seconds)
         if event.remote is None and lookup.next_targets:
             lookup.target = lookup.next_targets.pop(0)

@@ -1,15 +1,25 @@
 """Requests through a proxy ask to keep their prompts on both servers."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.test_cache_salt import cached_in_usage, send
 from tests.rigs.client import fresh_prompt
-from tests.rigs.cluster import Cluster, Server, wait_until
+from tests.rigs.cluster import Cluster, Server, cluster, wait_until
 
 pytestmark = pytest.mark.usefixtures("all_blocks_return")
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+@pytest.fixture(scope="module")
+def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
+    """A cluster without the pins of other tests, which may fill an owner's share or
+    expire between two counts."""
+    with cluster(tiny_model) as running:
+        yield running
 
 
 def num_pinned(server: Server) -> float:

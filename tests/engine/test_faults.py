@@ -105,12 +105,10 @@ def test_error_in_a_plan_or_at_a_requests_end_fails_only_that_request(
 ):
     plan = RowAllocator.plan
 
-    def plan_or_fail(
-        self: RowAllocator, drawing: list[Sequence], positions: list[int]
-    ) -> Any:
+    def plan_or_fail(self: RowAllocator, drawing: list[Sequence], *others: Any) -> Any:
         if any(sequence.request_id == "x" for sequence in drawing):
             raise IndexError("the request's state is invalid")
-        return plan(self, drawing, positions)
+        return plan(self, drawing, *others)
 
     if not is_planned:
         monkeypatch.setattr(RowAllocator, "plan", plan_or_fail)

@@ -149,11 +149,14 @@ def test_backend_is_checked_with_the_heads_of_a_rank_and_of_ranks_that_share_tok
 @pytest.mark.parametrize(
     ("options", "rank_limits", "group_limits"),
     [
-        ({}, StepLimits(64, 2048, 512), StepLimits(64, 64, 0)),
-        ({"max_num_batched_tokens": 8}, StepLimits(64, 64, 512), StepLimits(64, 64, 0)),
+        ({}, StepLimits(80, 2048, 512), StepLimits(80, 80, 0)),
+        ({"max_num_batched_tokens": 8}, StepLimits(80, 80, 512), StepLimits(80, 80, 0)),
+        ({"speculate": "off"}, StepLimits(64, 2048, 512), StepLimits(64, 64, 0)),
+        ({"speculate": "ngram:4"}, StepLimits(128, 2048, 512), StepLimits(128, 128, 0)),
     ],
 )
 def test_step_limits_follow_from_the_options(options, rank_limits, group_limits):
+    """Proposals need rows in addition to those of 64 sequences."""
     config = _config_with(**options)
     assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=False) == rank_limits
     assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=True) == group_limits

@@ -21,11 +21,11 @@ ranks, a floor is the floor of one rank's share.
 launched before the tokens of the previous step are read. "device" is the time of the
 same step's CUDA graph alone, replayed back to back. The last line of output is JSON.
 
-With --proposals, a synthetic drafter proposes so many tokens to each sequence, of which
-a share is accepted. Such a step is launched after the result of the step before, as in
-a server, so its time includes that of the host. "gain_50" is its tokens per second over
-those of decode steps, if half of the proposals are right as long as those before them
-are.
+With --proposals, a synthetic drafter proposes this number of tokens to each sequence,
+and a share of them is accepted. Such a step is launched after the result of the step
+before, as in a server, so its time includes that of the host. "gain_50" is its tokens
+per second over those of decode steps, if half of the proposals are right as long as
+those before them are.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from benchmarks.simulation.engine import Engine
 from benchmarks.simulation.fleet import Fleet
 from proxy.placement.assignment import Assignment
 from proxy.placement.load_tracker import Disaggregate, LoadTracker, Routing
-from proxy.placement.placement import CachedPrefixes, choose, least_full_server
+from proxy.placement.placement import CachedPrefixes, choose, emptiest_server
 from proxy.placement.prefix_index import Depths
 from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import USUAL_STEP_S, ServerLoad
@@ -196,7 +196,7 @@ class IdealRouter:
     def place_stream(self, request: Request) -> Engine:
         loads = [self._load(engine) for engine in self._fleet.decodes]
         profile = _profile(request, self._fleet.times.block_tokens)
-        return self._fleet.decodes[least_full_server(profile, loads)]
+        return self._fleet.decodes[emptiest_server(profile, loads)]
 
     def on_computed(self, request: Request) -> None:
         pass

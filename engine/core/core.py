@@ -372,7 +372,7 @@ class EngineCore(CoreServices):
             if draws[-1].reason is not None or not is_accepted:
                 break
         # Appended before the commit, which publishes blocks by their tokens.
-        self.scheduler.commit(item, num_kept=len(draws))
+        self.scheduler.commit(item, num_committed=len(draws))
         self.connector.on_computed(sequence)
         self.speculator.record(sequence, item.proposals, num_accepted)
         self._send_draws(draws)

@@ -442,20 +442,20 @@ class Scheduler:
         for item in scheduled:
             item.sequence.unlaunch(item.num_tokens, num_awaited=item.num_drawing_tokens)
 
-    def commit(self, item: Scheduled, num_kept: int | None = None) -> None:
+    def commit(self, item: Scheduled, num_committed: int | None = None) -> None:
         """Records that a finished step has written the KV of a sequence's tokens.
 
         Args:
-            num_kept: how many of the tokens belong to the sequence, if the step has
-                verified proposals. The KV of the others is overwritten later.
+            num_committed: how many of the tokens belong to the sequence, if the step
+                has verified proposals. The KV of the others is overwritten later.
         """
         sequence = item.sequence
-        if num_kept is None:
-            num_kept = item.num_tokens
+        if num_committed is None:
+            num_committed = item.num_tokens
         num_before = sequence.num_computed
         num_prompt_tokens = sequence.num_prompt_tokens
         sequence.unlaunch(item.num_tokens, num_awaited=item.num_drawing_tokens)
-        sequence.num_computed += num_kept
+        sequence.num_computed += num_committed
         if num_before < num_prompt_tokens <= sequence.num_computed:
             sequence.accounting.count_completion()
         self._publish(sequence, num_before)

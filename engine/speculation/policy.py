@@ -173,8 +173,8 @@ class SpeculationPolicy:
         """Returns limits for as many sequences as the credit allows, others each
         time."""
         limits = [0] * len(lengths)
-        num_wanted = sum(min(length, PROBE_PROPOSALS) for length in lengths)
-        numbers = _numbers_up_to(min(num_wanted, batch.times.max_proposals))
+        num_probed = sum(min(length, PROBE_PROPOSALS) for length in lengths)
+        numbers = _numbers_up_to(min(num_probed, batch.times.max_proposals))
         costs = batch.times.estimates.largest[: len(numbers)] - 1
         is_affordable = costs <= _PROBE_SHARE * batch.credit
         num_left = int(np.max(numbers, where=is_affordable, initial=0))

@@ -20,7 +20,7 @@ from proxy.placement.placement import (
     CachedPrefixes,
     cheapest_server,
     choose,
-    least_full_server,
+    emptiest_server,
     saved_by_pull_s,
 )
 from proxy.placement.prefix_index import Depths, PrefixIndex
@@ -185,7 +185,7 @@ class LoadTracker:
         )
         loads = [self.loads[server] for server in servers]
         if not computes:
-            return servers[least_full_server(profile, loads)]
+            return servers[emptiest_server(profile, loads)]
         cached = NOTHING_CACHED
         if self._routing == "auto":
             cached = self._cached(profile)

@@ -141,7 +141,7 @@ def choose(
     """
     decode_only = cheapest_server(profile, decodes, cached, now, generates=True)
     decode_only_placement = Placement(None, decodes[decode_only.position].index)
-    decode = decodes[least_full_server(profile, decodes)]
+    decode = decodes[emptiest_server(profile, decodes)]
     others = [server for server in prefills if server is not decode]
     if not others:
         return decode_only_placement
@@ -165,8 +165,8 @@ def cheapest_server(
     The server also generates the answer if `generates` is true. Every request runs this
     loop over all servers, so for speed the loop contains few function calls.
     """
-    least_cost_s = float("inf")
-    cheapest = (servers[0], least_cost_s, 0.0)
+    lowest_cost_s = float("inf")
+    cheapest = (servers[0], lowest_cost_s, 0.0)
     size_class = profile.size_class
     cached_tokens = _cached_tokens(profile, servers, cached)
     max_cached = max(cached_tokens)
@@ -184,7 +184,7 @@ def cheapest_server(
             others_s = prefill_s + (copied_s if copied_s < prefill_s else prefill_s)
         first_token_s = server.wait_s(size_class, now) + prefill_s
         cost_s = first_token_s + others_s
-        if cost_s >= least_cost_s:
+        if cost_s >= lowest_cost_s:
             continue
         num_streams = server.streams
         if num_streams:
@@ -197,7 +197,7 @@ def cheapest_server(
             min_loss_s = INTERRUPTION_S * num_counted
             if loss_s < min_loss_s:
                 loss_s = min_loss_s
-            if cost_s + loss_s >= least_cost_s:
+            if cost_s + loss_s >= lowest_cost_s:
                 continue
             share = server.prompt_share()
             others_s += loss_s / share
@@ -205,8 +205,8 @@ def cheapest_server(
                 first_token_s += prefill_s / share - prefill_s
                 first_token_s += server.kv_shortage_s(profile)
             cost_s = first_token_s + others_s
-        if cost_s < least_cost_s:
-            least_cost_s = cost_s
+        if cost_s < lowest_cost_s:
+            lowest_cost_s = cost_s
             cheapest = (server, first_token_s, others_s)
     best, first_token_s, others_s = cheapest
     return _Cost(servers.index(best), first_token_s, others_s)
@@ -311,7 +311,7 @@ def saved_by_pull_s(
     return min(saved_s, max(profile.tokens - num_cached, 1) * server.token_s)
 
 
-def least_full_server(profile: RequestProfile, servers: Sequence[ServerLoad]) -> int:
+def emptiest_server(profile: RequestProfile, servers: Sequence[ServerLoad]) -> int:
     """Return the position of the decode server with the least KV in use.
 
     Servers that lack the free KV for this request are chosen only if all lack it: then

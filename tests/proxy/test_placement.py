@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from proxy.placement.placement import CachedPrefixes, choose, least_full_server
+from proxy.placement.placement import CachedPrefixes, choose, emptiest_server
 from proxy.placement.prefix_index import PrefixIndex
 from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import HostTier, ServerLoad
@@ -183,7 +183,7 @@ def test_idle_prefill_server_copies_no_prefix_of_another_prefill_server():
 def test_server_without_enough_kv_is_the_last_choice():
     full = ServerLoad(1, streams=4, kv_tokens=9000, kv_capacity=10_000)
     free = ServerLoad(2, streams=40, kv_tokens=90_000)
-    assert least_full_server(RequestProfile(2048), [full, free]) == 1
+    assert emptiest_server(RequestProfile(2048), [full, free]) == 1
 
 
 class BoundedCaches:

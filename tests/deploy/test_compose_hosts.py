@@ -293,6 +293,16 @@ def test_stopped_services_drain_within_their_grace_period(cluster, reference):
     stream.assert_tokens(reference.generate(prompt, 60))
 
 
+def _num_stored(cluster: Machines, port: int) -> float:
+    """Return how many offers of a server on host a the store has accepted."""
+    return sum(
+        value
+        for name, value in cluster.metrics("a", port).items()
+        if name.startswith("baton_host_kv_demotions_total")
+        and 'outcome="stored"' in name
+    )
+
+
 def test_all_services_on_one_host_use_mapped_memory(image, models, reference, tmp_path):
     profiles = {"a": ("prefill", "decode", "proxy", "store")}
     with machines(
@@ -311,9 +321,8 @@ def test_all_services_on_one_host_use_mapped_memory(image, models, reference, tm
             prompt = make_prompt(99_000, 300)
             answer = complete(cluster.url, prompt, 8)
             # The store keeps what both servers have, across their containers.
-            stored = 'baton_host_kv_demotions_total{outcome="stored"}'
             for port in (8100, 8200):
-                wait_until(lambda port=port: cluster.metrics("a", port)[stored] > 0)
+                wait_until(lambda port=port: _num_stored(cluster, port) > 0)
         assert answer.token_ids == reference.generate(prompt, 8)
         assert answer.kv["transferred"] == len(prompt)
         assert "mapped" in cluster.services["a"].log("decode")

@@ -14,10 +14,9 @@ from model.decoder_layer import DecoderLayer, attention_spec, load_ropes, run_qu
 from model.files.safetensors_files import read_headers
 from model.layers import load_norm
 from model.parallel import Parallel
-from model.quantization.stored import StoredWeights
 from model.sizes import check_parallelism
 from model.vocabulary import load_vocabulary
-from model.weights import DummySource, Upload, WeightLoader
+from model.weights import WeightLoader
 
 # Modules that process images. Their weights are not loaded.
 _IMAGE_MODULES: Final = ("vision_tower", "multi_modal_projector")
@@ -201,18 +200,13 @@ def load_model(
     """
     parallel = parallel or Parallel()
     check_parallelism(config, parallel.size, ep=parallel.ep)
-    source: StoredWeights | DummySource = DummySource(seed, device, config.quantization)
-    if load_format != "dummy":
-        upload = Upload(torch.device(device))
-        source = StoredWeights(
-            read_headers(Path(model_dir)), config.quantization, upload
-        )
-    loader = WeightLoader(
-        source,
+    loader = WeightLoader.open(
+        None if load_format == "dummy" else read_headers(Path(model_dir)),
+        config.quantization,
         dtype=dtype,
         device=device,
+        seed=seed,
         pack=pack,
-        quantization=config.quantization,
         on_load=on_load,
     )
     with torch.inference_mode():

@@ -8,7 +8,7 @@ import math
 import queue
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
@@ -20,6 +20,7 @@ from torch import Tensor
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.errors import ModelLoadError
 from model.files import kv_scales
+from model.files.safetensors_files import StoredTensor
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, quantise
 from model.quantization.stored import MXFP4_GROUP, StoredWeights
@@ -233,6 +234,37 @@ class WeightLoader:
         # that they take instead.
         self._dequantised_bytes: defaultdict[str, tuple[int, int]] = defaultdict(
             lambda: (0, 0)
+        )
+
+    @classmethod
+    def open(
+        cls,
+        tensors: Mapping[str, StoredTensor] | None,
+        quantization: Quantization | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        seed: int = 0,
+        pack: bool = False,
+        on_load: Callable[[str], None] | None = None,
+    ) -> "WeightLoader":
+        """Returns a loader of the tensors of files.
+
+        Args:
+            tensors: the tensors by name; None: random weights, made from names and
+                `seed`.
+        """
+        source: StoredWeights | DummySource = DummySource(seed, device, quantization)
+        if tensors is not None:
+            upload = Upload(torch.device(device))
+            source = StoredWeights(tensors, quantization, upload)
+        return cls(
+            source,
+            dtype=dtype,
+            device=device,
+            pack=pack,
+            quantization=quantization,
+            on_load=on_load,
         )
 
     def load(

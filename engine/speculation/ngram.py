@@ -10,6 +10,7 @@ at most as many tokens as its match. This halves the number of rejected tokens, 
 costs 1 % more steps.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequenceable
 from typing import Final, Generic, TypeVar
 
@@ -33,118 +34,6 @@ MAX_UNSORTED_TOKENS: Final = 8_192
 # Until an output matches the prediction, its beginning is proposed after each of this
 # many outputs. An answer may begin with a few words or a code fence.
 MAX_LEAD_OUTPUTS: Final = 16
-
-
-class NgramDrafter:
-    """Proposes what followed the latest occurrence of the longest end of a sequence."""
-
-    name = "ngram"
-    uses_device = False
-
-    def __init__(self) -> None:
-        self._histories = _IndexTable[NgramHistory]()
-
-    def propose(
-        self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
-    ) -> list[list[int]]:
-        self._histories.start_call()
-        return [
-            self._propose(sequence, limit)
-            for sequence, limit in zip(sequences, limits, strict=True)
-        ]
-
-    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
-        if limit <= 0:
-            return []
-        match = self._find(sequence)
-        if match is None:
-            return []
-        limit = min(limit, match.num_tokens)
-        copied = sequence.token_ids[match.end : match.end + limit]
-        # If the occurrence overlaps with the last tokens, these repeat themselves.
-        num_repetitions = -(-limit // len(copied))
-        return (copied * num_repetitions)[:limit]
-
-    def _find(self, sequence: Sequence) -> Match | None:
-        tokens = sequence.token_ids
-        # The last token is not indexed, so that the search does not find the end of the
-        # sequence itself.
-        end = len(tokens) - 1
-        history = self._histories.get(sequence)
-        if (
-            history is None
-            or not history.is_of(tokens, end)
-            or history.num_unsorted >= MAX_UNSORTED_TOKENS
-        ):
-            if not self._histories.may_index(end):
-                return None
-            history = NgramHistory(tokens, end)
-            self._histories.put(sequence, history)
-        history.extend(tokens, end)
-        return history.find(tokens)
-
-
-class PredictionDrafter:
-    """Proposes what follows the last outputs in the prediction of the request."""
-
-    name = "prediction"
-    uses_device = False
-
-    def __init__(self) -> None:
-        self._predictions = _IndexTable[SortedNgrams]()
-
-    def propose(
-        self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
-    ) -> list[list[int]]:
-        self._predictions.start_call()
-        return [
-            self._propose(sequence, limit)
-            for sequence, limit in zip(sequences, limits, strict=True)
-        ]
-
-    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
-        if limit <= 0:
-            return []
-        match = self._find(sequence)
-        if match is None:
-            return []
-        # A short match gets as many tokens as the next search needs.
-        limit = min(limit, max(match.num_tokens, NGRAM_TOKENS))
-        return sequence.request.prediction[match.end : match.end + limit]
-
-    def _find(self, sequence: Sequence) -> Match | None:
-        """Returns the occurrence of the last outputs in the prediction. None if there
-        is none, or if no token of the prediction is left."""
-        prediction = sequence.request.prediction
-        if not prediction:
-            return None
-        ngrams = self._predictions.get(sequence)
-        if ngrams is None:
-            if not self._predictions.may_index(len(prediction)):
-                return None
-            ngrams = SortedNgrams(prediction, len(prediction))
-            self._predictions.put(sequence, ngrams)
-        tokens = sequence.token_ids
-        outputs = tokens[max(sequence.first_output, len(tokens) - MAX_MATCH_TOKENS) :]
-        ends = ngrams.ends(last_key(outputs, len(outputs)))
-        match = longest_match(prediction, ends, outputs)
-        if match is None and sequence.num_outputs <= MAX_LEAD_OUTPUTS:
-            match = _match_beginning(prediction, outputs)
-        if match is None or match.end == len(prediction):
-            return None
-        return match
-
-
-def _match_beginning(prediction: list[int], outputs: list[int]) -> Match | None:
-    """Returns the match of the last outputs with the first tokens of the prediction,
-    fewer than NGRAM_TOKENS. If the answer has not come to the prediction yet, that is a
-    match of no token."""
-    for num_tokens in range(NGRAM_TOKENS - 1, 0, -1):
-        if outputs[-num_tokens:] == prediction[:num_tokens]:
-            return Match(num_tokens, num_tokens)
-    if prediction[0] in outputs:
-        return None
-    return Match(0, 0)
 
 
 _Index = TypeVar("_Index", NgramHistory, SortedNgrams)
@@ -185,3 +74,110 @@ class _IndexTable(Generic[_Index]):
                 if other.phase is not Phase.FINISHED
             }
         self._by_sequence[sequence] = index
+
+
+class _CopyingDrafter(ABC, Generic[_Index]):
+    """Proposes tokens that follow a match, with an index of each sequence."""
+
+    name: str
+    uses_device = False
+
+    def __init__(self) -> None:
+        self._indexes: _IndexTable[_Index] = _IndexTable()
+
+    def propose(
+        self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
+    ) -> list[list[int]]:
+        self._indexes.start_call()
+        return [
+            self._propose(sequence, limit)
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+
+    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
+        match = self._find(sequence) if limit > 0 else None
+        return [] if match is None else self._copy(sequence, match, limit)
+
+    @abstractmethod
+    def _find(self, sequence: Sequence) -> Match | None:
+        """Returns the match after which tokens are copied, or None."""
+
+    @abstractmethod
+    def _copy(self, sequence: Sequence, match: Match, limit: int) -> list[int]:
+        """Returns at most `limit` tokens that follow a match."""
+
+
+class NgramDrafter(_CopyingDrafter[NgramHistory]):
+    """Proposes what followed the latest occurrence of the longest end of a sequence."""
+
+    name = "ngram"
+
+    def _find(self, sequence: Sequence) -> Match | None:
+        tokens = sequence.token_ids
+        # The last token is not indexed, so that the search does not find the end of the
+        # sequence itself.
+        end = len(tokens) - 1
+        history = self._indexes.get(sequence)
+        if (
+            history is None
+            or not history.is_of(tokens, end)
+            or history.num_unsorted >= MAX_UNSORTED_TOKENS
+        ):
+            if not self._indexes.may_index(end):
+                return None
+            history = NgramHistory(tokens, end)
+            self._indexes.put(sequence, history)
+        history.extend(tokens, end)
+        return history.find(tokens)
+
+    def _copy(self, sequence: Sequence, match: Match, limit: int) -> list[int]:
+        limit = min(limit, match.num_tokens)
+        copied = sequence.token_ids[match.end : match.end + limit]
+        # If the occurrence overlaps with the last tokens, these repeat themselves.
+        num_repetitions = -(-limit // len(copied))
+        return (copied * num_repetitions)[:limit]
+
+
+class PredictionDrafter(_CopyingDrafter[SortedNgrams]):
+    """Proposes what follows the last outputs in the prediction of the request."""
+
+    name = "prediction"
+
+    def _find(self, sequence: Sequence) -> Match | None:
+        """Returns the occurrence of the last outputs in the prediction. None if there
+        is none, or if no token of the prediction is left."""
+        prediction = sequence.request.prediction
+        if not prediction:
+            return None
+        ngrams = self._indexes.get(sequence)
+        if ngrams is None:
+            if not self._indexes.may_index(len(prediction)):
+                return None
+            ngrams = SortedNgrams(prediction, len(prediction))
+            self._indexes.put(sequence, ngrams)
+        tokens = sequence.token_ids
+        outputs = tokens[max(sequence.first_output, len(tokens) - MAX_MATCH_TOKENS) :]
+        ends = ngrams.ends(last_key(outputs, len(outputs)))
+        match = longest_match(prediction, ends, outputs)
+        if match is None and sequence.num_outputs <= MAX_LEAD_OUTPUTS:
+            match = _match_beginning(prediction, outputs)
+        if match is None or match.end == len(prediction):
+            return None
+        return match
+
+    def _copy(self, sequence: Sequence, match: Match, limit: int) -> list[int]:
+        # A short match gets as many tokens as the next search needs.
+        limit = min(limit, max(match.num_tokens, NGRAM_TOKENS))
+        return sequence.request.prediction[match.end : match.end + limit]
+
+
+def _match_beginning(prediction: list[int], outputs: list[int]) -> Match | None:
+    """Returns the match of the last outputs with the first tokens of the prediction,
+    fewer than NGRAM_TOKENS. If the answer has not come to the prediction yet, that is a
+    match of no token."""
+    for num_tokens in range(NGRAM_TOKENS - 1, 0, -1):
+        if outputs[-num_tokens:] == prediction[:num_tokens]:
+            return Match(num_tokens, num_tokens)
+    if prediction[0] in outputs:
+        return None
+    return Match(0, 0)

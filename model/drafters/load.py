@@ -13,9 +13,8 @@ from model.drafters.mtp import MTPModel
 from model.drafters.mtp_weights import mtp_names
 from model.errors import ModelError
 from model.files.safetensors_files import StoredTensor, read_headers
-from model.quantization.stored import StoredWeights
 from model.sizes import check_parallelism
-from model.weights import DummySource, Upload, WeightLoader
+from model.weights import WeightLoader
 
 
 def load_mtp(
@@ -53,17 +52,13 @@ def load_mtp(
         for name, tensor in tensors.items()
         if name.startswith(names.prefix)
     }
-    source: StoredWeights | DummySource = DummySource(seed, device, config.quantization)
-    if load_format != "dummy":
-        source = StoredWeights(
-            layer_tensors, config.quantization, Upload(torch.device(device))
-        )
-    loader = WeightLoader(
-        source,
+    loader = WeightLoader.open(
+        None if load_format == "dummy" else layer_tensors,
+        config.quantization,
         dtype=dtype,
         device=device,
+        seed=seed,
         pack=pack,
-        quantization=config.quantization,
         on_load=on_load,
     )
     try:
@@ -102,22 +97,19 @@ def load_eagle3(
             config, or the number of ranks does not fit it.
     """
     config = load_eagle3_config(folder, target.config, load_format=load_format)
-    quantization = config.model.quantization
     tensors: dict[str, StoredTensor] = {}
-    source: StoredWeights | DummySource = DummySource(seed, device, quantization)
     parallel = target.parallel
     try:
         check_parallelism(config.model, parallel.size, parallel.dcp)
         if load_format != "dummy":
             tensors = eagle3_tensors(folder)
-            upload = Upload(torch.device(device))
-            source = StoredWeights(tensors, quantization, upload)
-        loader = WeightLoader(
-            source,
+        loader = WeightLoader.open(
+            None if load_format == "dummy" else tensors,
+            config.model.quantization,
             dtype=dtype,
             device=device,
+            seed=seed,
             pack=pack,
-            quantization=quantization,
             on_load=on_load,
         )
         with torch.inference_mode():

@@ -131,9 +131,21 @@ def test_a_request_goes_through_all_three_services(proxy):
 
 
 def test_servers_use_the_store(processes):
-    for name in ("prefill", "decode"):
-        metrics = processes[name].metrics
-        wait_until(lambda metrics=metrics: metrics()["baton_host_kv_up"] == 1)
+    servers = [processes[name] for name in ("prefill", "decode")]
+    wait_until(lambda: all(s.metrics()["baton_host_kv_up"] for s in servers))
+    prompt = "Ben lost the blue kite in the wind. " * 20
+    model = http.get(f"{processes['proxy'].url}/v1/models").json()["data"][0]["id"]
+    stored = 'baton_host_kv_demotions_total{outcome="stored"}'
+    before = [server.metrics()[stored] for server in servers]
+    answer = post(processes["proxy"].url, model=model, prompt=prompt, max_tokens=4)
+    assert answer.status_code == 200, answer.text
+    wait_until(
+        lambda: all(
+            server.metrics()[stored] > number
+            for server, number in zip(servers, before, strict=True)
+        )
+    )
+    assert all(server.metrics()["baton_host_kv_up"] == 1 for server in servers)
 
 
 @pytest.mark.usefixtures("proxy")

@@ -176,7 +176,7 @@ def test_many_outputs_are_found_again():
     for start in range(0, len(outputs), 1000):
         sequence.token_ids += outputs[start : start + 1000]
         proposal(drafter, sequence)
-        history = drafter._histories.get(sequence)
+        history = drafter._indexes.get(sequence)
         assert history is not None
         assert history.num_unsorted < MAX_UNSORTED_TOKENS + 1000
     for start in range(0, len(outputs) - 10, 1001):

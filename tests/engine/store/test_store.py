@@ -202,7 +202,9 @@ def test_share_for_less_than_one_sequence_is_refused_with_the_needed_size(make_s
     needed = int(reason.partition("use --host-kv-bytes ")[2].split()[0])
     store = make_store(host_kv_bytes=needed, max_models=2)
     opened(store)
-    refusal(make_store(host_kv_bytes=needed - 1, max_models=2), SPEC)
+    assert len(store.regions) == 1
+    too_small = make_store(host_kv_bytes=needed - 1, max_models=2)
+    assert f"use --host-kv-bytes {needed}" in refusal(too_small, SPEC)
 
 
 class SlowAgents:

@@ -371,7 +371,7 @@ class Demote(msgspec.Struct, frozen=True, tag="demote", kw_only=True):
         first_token: The blocks of the tokens before this one are missing in `remote`,
             because the store is expected to have them.
         retention: Parts of the prompt that the client asks to keep.
-        owner: Whom these parts count for, as AddRequest.share.
+        owner: The owner that these parts count for, as AddRequest.share.
     """
 
     nonce: _Id

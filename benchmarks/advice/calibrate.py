@@ -55,7 +55,7 @@ _PROMPT_LENGTHS = (32, 128, 512, 1536)
 _LONG_CONTEXT = 1024
 _REPEATS = 3
 # A run is undisturbed if other programs use at most this share of the processors. Runs
-# are repeated until so many were undisturbed, or until the maximum.
+# are repeated until _UNDISTURBED_RUNS were undisturbed, or until the maximum.
 _MAX_OTHER_SHARE = 0.1
 _UNDISTURBED_RUNS = 3
 _MAX_RUNS = 6
@@ -418,7 +418,7 @@ def _target_s(settings: DecodeSettings, device: str) -> float | None:
 
 
 def is_disturbed(other_processors: float) -> bool:
-    """Return whether other programs used so many processors that times are too long."""
+    """Return whether the use of processors by other programs makes times too long."""
     return other_processors > _MAX_OTHER_SHARE * available_cores()
 
 

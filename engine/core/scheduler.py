@@ -149,7 +149,7 @@ class Scheduler:
 
     def _limit_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
         """Limits the prompt tokens of a step that also decodes. A sequence with a pull
-        in progress counts like one that decodes, because it soon will."""
+        in progress counts like a sequence that decodes, because it soon will."""
         if (plan.scheduled or self.receiving) and self._prompt_limit.is_active:
             limit = self._prompt_limit.prompt_tokens(
                 plan.scheduled, prefilling, self._waiting_if_admissible()

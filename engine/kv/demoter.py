@@ -4,8 +4,8 @@ The copy outlives its eviction here, and this engine. Blocks are offered soon af
 were published, so that little is lost if this engine is killed. An offer leases the
 blocks until the store has read them. Nothing waits for the store:
 
-- A sequence has at most one offer in flight. Meanwhile it only grows its entry in the
-  queue, whose newest state is offered next.
+- A sequence has at most one offer in flight. Until that ends, the sequence only grows
+  its entry in the queue. The newest state of the entry is offered next.
 - MAX_OFFERS offers are in flight, with at most MAX_LEASED_SHARE of the pool. A longer
   part of a sequence is offered piece by piece.
 - If the queue is full, its oldest entry is dropped.

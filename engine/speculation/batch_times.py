@@ -16,9 +16,10 @@ Ints = NDArray[np.int64]
 
 # A duration of steps without proposals is the median of this many steps at first.
 MIN_PLAIN_STEPS: Final = 5
-# After this many steps with proposals, one without is measured again; at first earlier,
-# after so many for each that was measured.
+# After this many steps with proposals, one without is measured again.
 PLAIN_INTERVAL: Final = 64
+# While few steps without proposals were measured, the interval is shorter: this many
+# steps for each of them.
 _FIRST_PLAIN_INTERVAL: Final = 4
 # Measurements expire after this many steps of the engine, because contexts change.
 MAX_AGE_STEPS: Final = 2_000

@@ -5,7 +5,7 @@ left, the pin that ends first loses its blocks (kvcache/blocks.py). A pin belong
 owner, such as an API key. One owner may pin at most OWNER_SHARE of the pool, so that no
 client can take the cache from all others.
 
-The end of a pin needs no timer: whoever uses the pins removes the expired ones first.
+The end of a pin needs no timer: each use of the pins removes the expired ones first.
 """
 
 from collections import Counter

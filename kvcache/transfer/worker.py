@@ -140,7 +140,7 @@ class TransferWorker:
                 self._fail_jobs(error, *self._jobs.values())
             if len(self._failures) == num_failures:
                 self._failures.clear()
-            # After so many failures, no job is expected to end any more.
+            # After this many failures, no job is expected to end any more.
             elif len(self._failures) >= _MAX_FAILURES:
                 raise self._failures[-1]
         if not self._jobs:

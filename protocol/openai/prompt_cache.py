@@ -50,7 +50,7 @@ class CacheControl(Strict):
 
 
 class KVHintAction(Strict):
-    """One action of `kv_hints`. Its payload is defined by whoever executes it."""
+    """One action of `kv_hints`. The program that executes it defines its payload."""
 
     model_config = ConfigDict(extra="ignore")
     must_be: ClassVar[str] = (

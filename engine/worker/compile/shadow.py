@@ -5,8 +5,8 @@ Triton compiles a kernel at its first launch. That takes about 0.3 s, most of it
 Python, so threads would not help: the 52 kernels of an 8B model with FP8 weights take
 17 s one after the other. This process makes the same model as the rank, but with random
 weights and only the first layers, and runs the steps of the warm-up without launching
-kernels. Triton reports which kernels the steps lack. Meanwhile the rank imports its
-modules. Then it finds the kernels in Triton's cache on disk.
+kernels. Triton reports which kernels the steps lack. The rank imports its modules at
+the same time, and then finds the kernels in Triton's cache on disk.
 
 A rank needs nothing of this process but time: it compiles itself what it does not find.
 """

@@ -1,9 +1,9 @@
 """Host memory that is locked for GPUs piece by piece.
 
-The CUDA driver locks 1 GiB in about 0.06 s. Meanwhile it launches no kernel of this
-process, so locking a large pool at once would stop all requests for seconds. Pages that
-do not exist yet are allocated first, by several threads, because the driver allocates
-them in one thread at less than 2 GB/s.
+The CUDA driver locks 1 GiB in about 0.06 s. While it does, it launches no kernel of
+this process, so locking a large pool at once would stop all requests for seconds. Pages
+that do not exist yet are allocated first, by several threads, because the driver
+allocates them in one thread at less than 2 GB/s.
 """
 
 import ctypes

@@ -137,7 +137,14 @@ class Pod:
         argv = [*unshare.split(), "--kill-child", "sh", "-e", str(script)]
         with self._node.hosts.inside(self.name):
             self._pause = subprocess.Popen(argv)
-        wait_until((self._folder / "is-set-up").exists, START_TIMEOUT_S)
+        wait_until(self._is_set_up, START_TIMEOUT_S)
+
+    def _is_set_up(self) -> bool:
+        """Whether the pod's root is its own. That is so once the last command of the
+        script runs, and not before: until `chroot`, the root is that of the host."""
+        assert self._pause is not None
+        names = [_name_of(pid) for pid in _children(self._pause.pid)]
+        return names == ["sleep"]
 
     def _setup_commands(self) -> list[str]:
         """Return the commands that build the root file system of the pod."""
@@ -169,7 +176,6 @@ class Pod:
         lines.append(f"mount --bind {self._node.names_file} {root}/etc/hosts")
         lines += self._volume_commands(root)
         lines.append(f"mount -o remount,bind,ro {root}")
-        lines.append(f"touch {self._folder}/is-set-up")
         lines.append(f"exec chroot {root} sleep infinity")
         return lines
 
@@ -324,6 +330,13 @@ class Pod:
             return False
         finally:
             connection.close()
+
+
+def _name_of(pid: int) -> str:
+    """Return the name of the program that a process runs, or "" if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def _children(pid: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Servers refuse configurations that cannot work on this machine's GPUs.
 
 The refusal is at the start or at the handshake, and names the reason and the option
-that helps.
+that helps. Pairs on different kinds of devices are tested here, too.
 """
 
 import re
@@ -98,18 +98,26 @@ def pairs_on_different_devices() -> Iterator[list[tuple[Server, Server]]]:
         server.stop()
 
 
-@pytest.mark.parametrize(("pair", "kind"), [(0, "cpu"), (1, "cuda")])
-def test_peer_whose_device_cannot_be_mapped_is_refused(
-    pairs_on_different_devices, pair, kind
+def test_gpu_maps_the_kv_of_a_peer_in_host_memory(pairs_on_different_devices):
+    prefiller, decoder = pairs_on_different_devices[0]
+    prompt = list(range(5, 80))
+    answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))
+    assert answer.status_code == 200, answer.text
+    mapped = 'baton_kv_transfers_total{outcome="done",path="mapped"}'
+    assert decoder.metrics()[mapped] == 1
+    wait_until(decoder.all_blocks_free)
+
+
+def test_kv_on_a_gpu_cannot_be_mapped_by_a_server_without_one(
+    pairs_on_different_devices,
 ):
-    prefiller, decoder = pairs_on_different_devices[pair]
+    prefiller, decoder = pairs_on_different_devices[1]
     prompt = list(range(5, 80))
     answer = post(decoder.url, prompt, 4, prefill(prefiller.url, prompt, logprobs=1))
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (502, "peer_incompatible")
     message = (
-        rf"cannot be mapped: the peer's KV is in {kind} memory.*"
-        "Use --transfer auto or nixl"
+        "cannot be mapped: the peer's KV is in cuda memory.*Use --transfer auto or nixl"
     )
     assert re.search(message, error["message"]), error["message"]
     wait_until(decoder.all_blocks_free)

@@ -98,7 +98,7 @@ def summarise(rows: list[dict[str, Any]], kind: str, url: str) -> dict[str, Any]
             statistics.harmonic_mean([row["tokens_per_s"] for row in chosen]), 2
         ),
         "gain": round(statistics.geometric_mean([row["gain"] for row in chosen]), 3),
-        "least_gain": round(min(row["gain"] for row in chosen), 3),
+        "min_gain": round(min(row["gain"] for row in chosen), 3),
         "accepted_share_of_tokens": round(accepted / tokens, 3),
         "accepted_share_of_proposals": round(accepted / max(accepted + rejected, 1), 3),
         "equal_answers": all(row["is_equal"] for row in chosen),

@@ -42,8 +42,9 @@ _Index = TypeVar("_Index", NgramHistory, SortedNgrams)
 class _IndexTable(Generic[_Index]):
     """The indexes of sequences.
 
-    When an index is added, those of finished sequences are dropped. So there are never
-    more indexes than sequences that ran at the same time.
+    Those of finished sequences are dropped when an index is added, and when a call has
+    fewer sequences than there are indexes. So there are never more indexes than
+    sequences that ran at the same time, and few of them outlive their sequences.
     """
 
     def __init__(self) -> None:
@@ -53,8 +54,17 @@ class _IndexTable(Generic[_Index]):
     def __len__(self) -> int:
         return len(self._by_sequence)
 
-    def start_call(self) -> None:
+    def start_call(self, num_sequences: int) -> None:
         self._num_indexed = 0
+        if len(self._by_sequence) > num_sequences:
+            self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        self._by_sequence = {
+            sequence: index
+            for sequence, index in self._by_sequence.items()
+            if sequence.phase is not Phase.FINISHED
+        }
 
     def may_index(self, num_tokens: int) -> bool:
         """Whether the current call may make an index of this many tokens."""
@@ -68,11 +78,7 @@ class _IndexTable(Generic[_Index]):
 
     def put(self, sequence: Sequence, index: _Index) -> None:
         if sequence not in self._by_sequence:
-            self._by_sequence = {
-                other: other_index
-                for other, other_index in self._by_sequence.items()
-                if other.phase is not Phase.FINISHED
-            }
+            self._drop_finished()
         self._by_sequence[sequence] = index
 
 
@@ -88,7 +94,7 @@ class _CopyingDrafter(ABC, Generic[_Index]):
     def propose(
         self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
     ) -> list[list[int]]:
-        self._indexes.start_call()
+        self._indexes.start_call(len(sequences))
         return [
             self._propose(sequence, limit)
             for sequence, limit in zip(sequences, limits, strict=True)

@@ -213,6 +213,20 @@ def test_indexes_of_finished_sequences_are_dropped(drafter_class):
             sequence.phase = Phase.FINISHED
 
 
+@pytest.mark.parametrize("drafter_class", [NgramDrafter, PredictionDrafter])
+def test_indexes_of_finished_sequences_do_not_wait_for_the_next_index(drafter_class):
+    """A server may get no request with a prediction for a long time."""
+    drafter = drafter_class()
+    sequences = [
+        decoding([1, 2, 3], [1, 2, 3], prediction=[1, 2, 3, 4], name=str(i))
+        for i in range(3)
+    ]
+    drafter.propose(sequences, [4] * 3)
+    sequences[0].phase = sequences[1].phase = Phase.FINISHED
+    drafter.propose(sequences[2:], [0])
+    assert [len(table) for table in vars(drafter).values()] == [1]
+
+
 # -- predictions ------------------------------------------------------------------
 
 

@@ -19,28 +19,33 @@ import numpy as np
 
 from engine.speculation.batch_times import NUMBERS, BatchTimes, Floats, Ints, rounded_up
 
-# Speculation that gains less is not worth the uncertainty of the measurements.
+# The smallest expected gain, as a share of the tokens per second. Less is not worth the
+# uncertainty of the measurements.
 MIN_GAIN: Final = 0.03
 # The share of the time in decode steps that speculation may lose: half of the 2 % that
 # users are promised. The other half is for errors of the measured durations.
 MAX_LOSS: Final = 0.01
-# An account begins with this credit, in steps without proposals. It suffices for one
+# The first credit of an account, in steps without proposals. It suffices for one
 # proposal for a single stream, which may double the duration of a step.
 START_CREDIT_STEPS: Final = 1.0
-# Credit for later losses is limited to what MAX_LOSS gives in 1,000 steps.
+# The largest credit, in steps without proposals: what MAX_LOSS gives in 1,000 steps. So
+# earlier gains do not pay for a long loss.
 MAX_CREDIT_STEPS: Final = 1_000 * MAX_LOSS
-# While speculation does not pay, one of this many steps may be a probe.
+# One of this many steps may be an experiment. While speculation does not pay, that is a
+# probe, which sees a better drafter after few steps. While speculation pays, the step
+# has more proposals than were measured before, because they may take less time than
+# expected.
 PROBE_INTERVAL: Final = 8
-# While speculation pays, one of this many steps measures more proposals than were
-# measured before, because their durations may be less than expected.
-GROWTH_INTERVAL: Final = 16
 # Proposals per sequence in a probe. More say little while the first ones are rejected.
 PROBE_PROPOSALS: Final = 4
-# A probe may cost this share of the credit.
+# The share of the credit that a probe may cost. If it costs more than expected, it
+# should not overdraw the account.
 _PROBE_SHARE: Final = 0.5
-# The rate of a drafter whose proposals were never verified.
+# The acceptance rate of a drafter whose proposals were never verified: neither good nor
+# bad, so that the first outcomes decide.
 _INITIAL_RATE: Final = 0.5
-# Later outcomes count as if there had been this many before.
+# The outcomes that the first value of a rate counts as. After one outcome, it changes
+# by at most a fifth.
 _PRIOR_OUTCOMES: Final = 4
 
 
@@ -103,7 +108,7 @@ class SpeculationPolicy:
                 return nothing
             return self._probe(batch, lengths)
         estimates = batch.times.estimates
-        if self._num_steps % GROWTH_INTERVAL == 0:
+        if self._num_steps % PROBE_INTERVAL == 0:
             max_proposals = min(len(gains), batch.times.max_proposals)
             largest = len(_numbers_up_to(max_proposals)) - 1
             if not estimates.is_measured[largest]:

@@ -20,7 +20,7 @@ MIN_PLAIN_STEPS: Final = 5
 # Steps with proposals after which steps without are measured again. That takes two
 # steps, because the first one is not launched ahead: 3 % of the gain.
 PLAIN_INTERVAL: Final = 64
-# Steps of the engine after which measurements expire, because contexts change. 2,000
+# Steps without prompts after which measurements expire, because contexts change. 2,000
 # steps take about half a minute.
 MAX_AGE_STEPS: Final = 2_000
 # About this many of the latest measurements count in a mean, so that it follows
@@ -190,6 +190,13 @@ class BatchTimes:
         self._slowdowns[index] = mean
         self._estimates = None
         return max(1.0, mean.value)
+
+    def expected_slowdown(self, num_proposals: int) -> float:
+        """The expected result of `add_slowdown`."""
+        if num_proposals:
+            index = int(np.searchsorted(NUMBERS, num_proposals))
+            return float(self.estimates.expected[index])
+        return max(1.0, self._after_proposals.value) if self._after_proposals else 1.0
 
     def _drop_expired(self, step: int) -> None:
         if self._plain is not None and self._plain.has_expired(step):

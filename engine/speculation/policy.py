@@ -81,6 +81,7 @@ class SpeculationPolicy:
     def __init__(self) -> None:
         self._batches: dict[int, _Batch] = {}  # by rounded number of streams
         self._num_steps = 0
+        self._num_measured_steps = 0  # steps without prompts
         self._last_speculation = -PROBE_INTERVAL  # the last step with proposals
 
     def limits(
@@ -96,17 +97,13 @@ class SpeculationPolicy:
             num_streams: all sequences that decode in the step.
         """
         nothing = [0] * len(lengths)
-        batch = self._batches.get(rounded_up(num_streams))
+        batch = self._batch_with_credit(num_streams)
         if batch is None or not any(lengths):
-            return nothing
-        if batch.credit < 0 or batch.times.needs_plain_step(self._num_steps):
             return nothing
         gains, sequences = _sorted_gains(rates, lengths)
         index = self._best_index(batch.times, 1 + np.cumsum(gains) / num_streams)
         if index is None:
-            if self._num_steps - self._last_speculation < PROBE_INTERVAL:
-                return nothing
-            return self._probe(batch, lengths)
+            return self._probe(batch, lengths) if self._may_probe else nothing
         estimates = batch.times.estimates
         if self._num_steps % PROBE_INTERVAL == 0:
             max_proposals = min(len(gains), batch.times.max_proposals)
@@ -125,20 +122,25 @@ class SpeculationPolicy:
         num_streams: int,
         num_rows: int,
         num_tokens: int,
-        seconds: float,
+        seconds: float | None,
         *,
         is_delayed: bool = False,
     ) -> None:
-        """Records a finished step without prompts.
+        """Records a finished step.
 
         Args:
-            num_streams: the sequences of the step.
+            num_streams: the sequences that decode in the step.
             num_rows: the number of streams and proposals.
-            num_tokens: the tokens that were drawn and kept.
-            seconds: the duration of the step, including the time to propose.
+            num_tokens: the tokens that the streams have drawn and kept.
+            seconds: the duration of the step, including the time to propose. None if
+                the step also computed prompts: its duration is then no measurement, and
+                the time of its proposals is estimated from other steps.
             is_delayed: whether the step was launched later than without speculation.
                 Its time then counts as lost, also if nothing was proposed.
         """
+        if num_streams == 0:
+            self._num_steps += 1
+            return
         size = rounded_up(num_streams)
         batch = self._batches.setdefault(size, _Batch(num_streams))
         num_proposals = num_rows - num_streams
@@ -149,12 +151,31 @@ class SpeculationPolicy:
             self._last_speculation = self._num_steps
         if num_proposals or follows_speculation or is_delayed:
             batch.account(
-                num_proposals, num_tokens / num_streams, seconds, self._num_steps
+                num_proposals,
+                num_tokens / num_streams,
+                seconds,
+                self._num_measured_steps,
             )
-        else:
-            batch.times.add_plain(seconds, self._num_steps)
+        elif seconds is not None:
+            batch.times.add_plain(seconds, self._num_measured_steps)
         batch.add_credit(MAX_LOSS)
         self._num_steps += 1
+        self._num_measured_steps += seconds is not None
+
+    def _batch_with_credit(self, num_streams: int) -> "_Batch | None":
+        """The measurements for a number of streams. None if the next step must have no
+        proposals: its durations are unknown, or too much time was lost."""
+        batch = self._batches.get(rounded_up(num_streams))
+        if batch is None or batch.credit < 0:
+            return None
+        if batch.times.needs_plain_step(self._num_measured_steps):
+            return None
+        return batch
+
+    @property
+    def _may_probe(self) -> bool:
+        """Whether the next step may be a probe, because none was one lately."""
+        return self._num_steps - self._last_speculation >= PROBE_INTERVAL
 
     def _best_index(self, times: BatchTimes, tokens: Floats) -> int | None:
         """Returns the index in NUMBERS of the number of proposals with the most tokens
@@ -208,13 +229,24 @@ class _Batch:
         self.credit = START_CREDIT_STEPS
 
     def account(
-        self, num_proposals: int, tokens_per_stream: float, seconds: float, step: int
+        self,
+        num_proposals: int,
+        tokens_per_stream: float,
+        seconds: float | None,
+        step: int,
     ) -> None:
-        """Records a step with proposals, or the step after it."""
+        """Records a step with proposals, or a step that was delayed for proposals.
+
+        Args:
+            seconds: the duration of the step; None if it is no measurement.
+        """
         plain_s = self.times.plain_s
         if plain_s is None:
             return
-        slowdown = self.times.add_slowdown(num_proposals, seconds / plain_s, step)
+        if seconds is None:
+            slowdown = self.times.expected_slowdown(num_proposals)
+        else:
+            slowdown = self.times.add_slowdown(num_proposals, seconds / plain_s, step)
         self.add_credit(tokens_per_stream - slowdown)
 
     def add_credit(self, num_steps: float) -> None:

@@ -219,14 +219,15 @@ class Speculator:
         """
         num_accepted = self._num_accepted_in_step
         self._num_accepted_in_step = 0
-        if not self._drafters or any(item.is_prompt for item in scheduled):
+        if not self._drafters:
             return
-        num_streams = len(scheduled)
+        decoding = [item for item in scheduled if not item.is_prompt]
+        has_prompts = len(decoding) < len(scheduled)
         self._policy.record_step(
-            num_streams=num_streams,
-            num_rows=sum(item.num_tokens for item in scheduled),
-            num_tokens=num_streams + num_accepted,
-            seconds=cycle_s,
+            num_streams=len(decoding),
+            num_rows=sum(item.num_tokens for item in decoding),
+            num_tokens=len(decoding) + num_accepted,
+            seconds=None if has_prompts else cycle_s,
             is_delayed=is_delayed,
         )
 

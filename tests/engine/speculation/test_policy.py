@@ -17,6 +17,7 @@ from engine.speculation.batch_times import MIN_PLAIN_STEPS
 from engine.speculation.policy import (
     MAX_CREDIT_STEPS,
     MAX_LOSS,
+    PROBE_INTERVAL,
     START_CREDIT_STEPS,
     AcceptanceRate,
     SpeculationPolicy,
@@ -172,6 +173,25 @@ def test_steps_that_are_not_launched_ahead_count_as_loss():
     assert useless.gain >= MIN_GAIN and useless.proposals < 0.1
     useful = simulate(graphs, 1, lambda _: 0.9, 1_000, synchronous_s=extra_s)
     assert useful.gain > 2.5
+
+
+def test_proposals_of_steps_with_prompts_lose_as_little_as_those_of_other_steps():
+    """The duration of a step with prompts is no measurement of proposals, but they take
+    time there, too. The proposals are never right."""
+    num_streams = 4
+    policy = SpeculationPolicy()
+    simulate(linear, num_streams, lambda _: 0.0, 100, policy=policy)
+    num_steps = 1_000
+    num_probes = 0
+    loss = 0.0
+    for _ in range(num_steps):
+        limits = policy.limits([0.0] * num_streams, [4] * num_streams, num_streams)
+        num_rows = num_streams + sum(limits)
+        num_probes += num_rows > num_streams
+        loss += linear(num_rows) / linear(num_streams) - 1
+        policy.record_step(num_streams, num_rows, num_streams, None)
+    assert 0 < num_probes <= num_steps / PROBE_INTERVAL
+    assert loss <= 2 * MAX_LOSS * num_steps
 
 
 def test_each_batch_size_is_measured_by_itself():

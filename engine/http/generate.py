@@ -231,7 +231,8 @@ def _make_adds(
         sampling.grammar, parsed, prompts[0], api.tokenizer, api.settings
     )
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    predictions = api.text_encoder.predictions(parsed, limits)
+    vocab_size = api.client.require_ready().vocab_size
+    predictions = api.text_encoder.predictions(parsed, limits, vocab_size)
     stop_ids = [] if parsed.ignore_eos else list(api.tokenizer.eos_ids)
     stop_ids += [i for i in parsed.stop_token_ids if i not in stop_ids]
     # The random part keeps ids unique if a client sends the same X-Request-Id twice. A

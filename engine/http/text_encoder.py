@@ -148,7 +148,7 @@ class TextEncoder:
         )
 
     def predictions(
-        self, parsed: GenerationRequest, limits: Sequence[int]
+        self, parsed: GenerationRequest, limits: Sequence[int], vocab_size: int
     ) -> list[list[int]]:
         """Return the token ids of the request's `prediction` for each prompt.
 
@@ -158,12 +158,15 @@ class TextEncoder:
 
         Args:
             limits: for each prompt, how many tokens each of its choices may have.
+            vocab_size: the number of token ids that the model has. A tokenizer may
+                have more.
         """
         if parsed.prediction is None or parsed.is_prefill:
             return [[] for _ in limits]
         sizes = [limit and limit + PREDICTION_MARGIN_TOKENS for limit in limits]
         text = parsed.prediction.text
         ids = first_tokens(text, max(sizes), self._encode_prediction)
+        ids = [token_id for token_id in ids if token_id < vocab_size]
         return [ids[:size] for size in sizes]
 
     def _encode_prediction(self, text: str) -> list[int]:

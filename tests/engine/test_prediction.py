@@ -137,6 +137,18 @@ async def test_each_prompt_and_choice_has_the_prediction(tokenizer):
         assert [add.prediction for add in adds] == [expected, expected]
 
 
+async def test_tokens_that_the_model_lacks_are_not_predicted(tokenizer):
+    """A tokenizer may have more tokens than the model. A step with such a token ends
+    the engine."""
+    (first_missing_id,) = tokenizer.encode("y")
+    ready = replace(READY, vocab_size=first_missing_id)
+    script = scripted(end(token_ids=[5]))
+    async with serving(tokenizer, script, ready=ready) as server:
+        answer = await server.post(prompt=[5], **predict("axyzb"))
+        assert answer.status_code == 200, answer.text
+        assert server.engine.added[0].prediction == tokenizer.encode("axb")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -50,6 +50,9 @@ _LIKELY_CHARS_PER_TOKEN = 16
 # A prediction has at most this number of tokens more than the answer may have: the
 # answer may leave out parts of it.
 PREDICTION_MARGIN_TOKENS = 1024
+# The tokens of the predictions of all prompts of a request. Each prompt has a copy of
+# the prediction, so a short body with many prompts could otherwise fill the memory.
+MAX_PREDICTED_TOKENS = 1 << 20
 
 _T = TypeVar("_T")
 
@@ -163,7 +166,11 @@ class TextEncoder:
         """
         if parsed.prediction is None or parsed.is_prefill:
             return [[] for _ in limits]
-        sizes = [limit and limit + PREDICTION_MARGIN_TOKENS for limit in limits]
+        max_size = MAX_PREDICTED_TOKENS // len(limits)
+        sizes = [
+            min(limit + PREDICTION_MARGIN_TOKENS, max_size) if limit else 0
+            for limit in limits
+        ]
         text = parsed.prediction.text
         ids = first_tokens(text, max(sizes), self._encode_prediction)
         ids = [token_id for token_id in ids if token_id < vocab_size]

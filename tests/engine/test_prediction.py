@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine.http import text_encoder
 from engine.http.text_encoder import PREDICTION_MARGIN_TOKENS
 from engine.http.text_workers import INLINE_CHARS
 from engine.http.truncation import first_tokens
@@ -135,6 +136,16 @@ async def test_each_prompt_and_choice_has_the_prediction(tokenizer):
         assert [add.num_choices for add in adds] == [2, 2]
         expected = tokenizer.encode("x" * (7 + PREDICTION_MARGIN_TOKENS))
         assert [add.prediction for add in adds] == [expected, expected]
+
+
+async def test_predictions_of_many_prompts_are_bounded_together(tokenizer, monkeypatch):
+    """Each prompt has a copy of the prediction, so one text could fill the memory."""
+    monkeypatch.setattr(text_encoder, "MAX_PREDICTED_TOKENS", 3000)
+    fields = {"prompt": ["a", "b", "c"], "max_tokens": 7, **predict("x" * 5000)}
+    script = scripted(end())
+    async with serving_4k(tokenizer, script, max_body=10_000) as server:
+        await server.post(**fields)
+        assert [len(add.prediction) for add in server.engine.added] == [1000] * 3
 
 
 async def test_tokens_that_the_model_lacks_are_not_predicted(tokenizer):

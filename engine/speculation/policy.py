@@ -117,6 +117,27 @@ class SpeculationPolicy:
         counts: list[int] = np.bincount(chosen, minlength=len(lengths)).tolist()
         return counts
 
+    def may_propose(
+        self, rates: Sequence[float], max_lengths: Sequence[int], num_streams: int
+    ) -> bool:
+        """Whether `limits` may allow any proposals. If not, searching for proposals
+        would be a waste of time. Changes nothing.
+
+        Args:
+            rates: the acceptance rates of the sequences.
+            max_lengths: the largest number of tokens to propose for each sequence.
+            num_streams: all sequences that decode in the step.
+        """
+        batch = self._batch_with_credit(num_streams)
+        if batch is None or not any(max_lengths):
+            return False
+        if self._may_probe:
+            return True
+        # If nothing pays with all these proposals, nothing pays with some of them.
+        gains, _ = _sorted_gains(rates, max_lengths)
+        tokens = 1 + np.cumsum(gains) / num_streams
+        return self._best_index(batch.times, tokens) is not None
+
     def record_step(
         self,
         num_streams: int,

@@ -155,6 +155,8 @@ class Speculator:
                     return [[] for _ in sequences]
                 self._has_delayed = True
                 return drafter.propose(sequences, limits)
+            if not self._policy.may_propose(rates, room, num_streams):
+                return [[] for _ in sequences]
             proposals = drafter.propose(sequences, room)
         except Exception:
             logger.exception(

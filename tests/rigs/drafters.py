@@ -66,6 +66,11 @@ class RandomDrafter:
 class VerifyEverything(SpeculationPolicy):
     """Lets steps verify all proposals, whatever that costs."""
 
+    def may_propose(
+        self, rates: Sequence[float], max_lengths: Sequence[int], num_streams: int
+    ) -> bool:
+        return True
+
     def limits(
         self, rates: Sequence[float], lengths: Sequence[int], num_streams: int
     ) -> list[int]:

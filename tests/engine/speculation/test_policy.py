@@ -265,6 +265,10 @@ def test_limits_do_not_exceed_lengths_and_calls_change_nothing(
     assert len(limits) == len(lengths)
     assert all(0 <= n <= length for n, length in zip(limits, lengths, strict=True))
     assert policy.limits(rates, lengths, num_streams) == limits
+    # A drafter may propose fewer tokens than it was allowed to propose.
+    fewer = [min(length, length // 2 + 1) for length in lengths]
+    if any(policy.limits(rates, fewer, num_streams)):
+        assert policy.may_propose(rates, lengths, num_streams)
 
 
 @given(

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.core.sequence import Sequence as EngineSequence
+from engine.speculation.batch_times import MIN_PLAIN_STEPS
 from engine.speculation.policy import SpeculationPolicy
 from tests.rigs.drafters import RandomDrafter, VerifyEverything
 from tests.rigs.shadow import add, expected_output, make_core, run_until_idle
 
 
-class RecordingPolicy(SpeculationPolicy):
+class RecordingPolicy(VerifyEverything):
     """Verifies everything, and keeps the rates that it got."""
 
     def __init__(self) -> None:
@@ -69,6 +71,27 @@ class _Silent:
 
     def propose(self, sequences, limits):
         return [[] for _ in sequences]
+
+
+def test_drafters_do_not_search_while_the_policy_allows_no_proposal(depth):
+    drafter = RandomDrafter(1.0, random.Random(3))
+    calls: list[int] = []
+    propose = drafter.propose
+
+    def counted_propose(
+        sequences: Sequence[EngineSequence], limits: Sequence[int]
+    ) -> list[list[int]]:
+        calls.append(len(sequences))
+        return propose(sequences, limits)
+
+    drafter.propose = counted_propose  # type: ignore[method-assign]
+    policy = SpeculationPolicy()
+    core, executor, out = make_core(depth=depth, drafters=[drafter], policy=policy)
+    # As many steps as the policy needs to measure steps without proposals.
+    run_until_idle(core, add("a", [3, 1, 4], 1 + MIN_PLAIN_STEPS))
+    assert out.tokens("a") == expected_output([3, 1, 4], 1 + MIN_PLAIN_STEPS)
+    assert not calls
+    assert not depth or executor.num_steps_ahead == executor.num_steps - 1
 
 
 class _Recording(VerifyEverything):

@@ -299,7 +299,8 @@ class ChoiceStream:
         num_tokens: the number of generated tokens. Tokens after a stop string do not
             count.
         num_reasoning_tokens: how many of the `num_tokens` belong to the reasoning.
-        num_accepted_tokens: how many of the `num_tokens` drafters had proposed.
+        num_accepted_tokens: how many of the `num_tokens` drafters had proposed. After a
+            stop string, this may include tokens that followed it.
         num_rejected_tokens: the number of other tokens that drafters proposed.
         last_delta: the choice's last delta; None until it arrives.
         hit_stop_string: whether a stop string has ended the text.

@@ -173,6 +173,7 @@ def _mask_rows(item: Scheduled) -> list[Int32s | None]:
 
 def num_masked_draws(sequence: Sequence, proposals: tuple[int, ...]) -> int:
     """How many draws of a verification obeyed the grammar of their sequence. The others
-    come after a proposal that the grammar does not allow."""
+    come after a proposal that the grammar does not allow, or after masks that were too
+    slow."""
     state = sequence.sampling.grammar
     return 1 + len(proposals if state is None else state.rows_after(proposals))

@@ -228,8 +228,8 @@ class GrammarState:
         """Return the masks after the first proposal, the first two proposals and so on,
         int32 [W] each, once the work that `begin_mask` started for them is done.
 
-        The list ends before the first proposal that the grammar does not allow, or that
-        ends the output. It is empty if the work was for other proposals.
+        The list ends before the first proposal that the grammar does not allow or that
+        ends the output, and once the grammar is slow. It is empty for other proposals.
         """
         return self._proposal_rows if proposals == self._proposals else []
 
@@ -291,18 +291,19 @@ class GrammarState:
 
     def _fill_rows(self, outputs: list[int], proposals: tuple[int, ...]) -> None:
         """Consume outputs, and write the next mask to `row` and those after proposals
-        to `_proposal_rows`."""
+        to `_proposal_rows`. Stops once the grammar is slow, because the time limit is
+        that of one mask."""
         self._advance(outputs, fill=True)
         state = self._copy()
-        rows: list[Int32s] = []
+        state._token_ids = token_ids = list(self._token_ids)
         for token_id in proposals:
-            if state.ending is not None or not is_set(state.row, token_id):
+            is_last = self.is_slow or state.ending is not None
+            if is_last or not is_set(state.row, token_id):
                 break
-            state._token_ids = [*state._token_ids, token_id]
+            token_ids.append(token_id)
             state._advance([token_id], fill=True)
             if state.ending is None:
-                rows.append(state.row.copy())
-        self._proposal_rows = rows
+                self._proposal_rows.append(state.row.copy())
 
     def _copy(self) -> "GrammarState":
         """Return a state that can advance without changing this one."""

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 from msgspec.structs import replace
 
+import engine.text.grammar as grammar_module
+from engine.sampling.token_masks import Int32s
 from engine.text.grammar import COMPLETE, GrammarCompiler, GrammarState
 from engine.text.tokenizer import Tokenizer
 from protocol.errors import GrammarFailed
@@ -251,6 +253,26 @@ def test_masks_after_proposals_are_those_of_states_that_consumed_them(
     assert _rows_after(state, prompt, tokens[0], blue, blue) == expected[:1]
     assert state.rows_after(tuple(tokens[:2])) == [], "computed for other proposals"
     assert _rows_after(state, [*prompt, tokens[0]], *tokens[1:]) == expected[1:]
+
+
+def test_slow_masks_are_not_computed_for_proposals(compiler, tokenizer, monkeypatch):
+    """They would count in the time limit of the next mask, and could end a request that
+    succeeds without proposals."""
+    num_masks = 0
+    fill = grammar_module._fill
+
+    def slow_fill(matcher: LLMatcher, row: Int32s) -> float:
+        nonlocal num_masks
+        num_masks += 1
+        fill(matcher, row)
+        return 2 * grammar_module._SLOW_MASK_S
+
+    state = compiler.new_state(request("choice", json.dumps(["a slow choice", "b"])))
+    first, *proposals = tokenizer.encode("a slow choice")
+    assert len(proposals) > 2
+    monkeypatch.setattr(grammar_module, "_fill", slow_fill)
+    assert _rows_after(state, [5, 6, first], *proposals) == []
+    assert num_masks == 1
 
 
 def test_grammar_is_compiled_once_on_another_thread():

@@ -155,12 +155,9 @@ class PredictionDrafter(_CopyingDrafter[SortedNgrams]):
         prediction = sequence.request.prediction
         if not prediction:
             return None
-        ngrams = self._indexes.get(sequence)
+        ngrams = self._indexes.get(sequence) or self._add_index(sequence, prediction)
         if ngrams is None:
-            if not self._indexes.may_index(len(prediction)):
-                return None
-            ngrams = SortedNgrams(prediction, len(prediction))
-            self._indexes.put(sequence, ngrams)
+            return None
         tokens = sequence.token_ids
         outputs = tokens[max(sequence.first_output, len(tokens) - MAX_MATCH_TOKENS) :]
         ends = ngrams.ends(last_key(outputs, len(outputs)))
@@ -170,6 +167,20 @@ class PredictionDrafter(_CopyingDrafter[SortedNgrams]):
         if match is None or match.end == len(prediction):
             return None
         return match
+
+    def _add_index(
+        self, sequence: Sequence, prediction: list[int]
+    ) -> SortedNgrams | None:
+        """Adds and returns the index of a sequence, which all choices of a request
+        share. None if this call may not index so many tokens."""
+        indexes = (self._indexes.get(choice) for choice in sequence.choices)
+        ngrams = next((index for index in indexes if index is not None), None)
+        if ngrams is None:
+            if not self._indexes.may_index(len(prediction)):
+                return None
+            ngrams = SortedNgrams(prediction, len(prediction))
+        self._indexes.put(sequence, ngrams)
+        return ngrams
 
     def _copy(self, sequence: Sequence, match: Match, limit: int) -> list[int]:
         # A short match gets as many tokens as the next search needs.

@@ -306,3 +306,20 @@ def test_choices_of_a_request_are_searched_separately():
     assert NgramDrafter().propose(pair, [3, 3]) == [[4, 5, 1], [5, 6, 2]]
     child.token_ids[-3:] = [7, 8]
     assert PredictionDrafter().propose(pair, [3, 3]) == [[6, 7, 8], [9]]
+
+
+def test_choices_of_a_request_share_the_index_of_its_prediction():
+    """A long prediction with many choices would otherwise delay all streams."""
+    prediction = [*range(MAX_INDEXED_PER_CALL)]
+    request = add("a", [5], 100, num_choices=3, prediction=prediction)
+    parent = Sequence.from_request(request)
+    for child in parent.choices.children[:]:
+        child.fork_from(parent)
+    for choice in parent.choices:
+        choice.token_ids += prediction[:3]
+    drafter = PredictionDrafter()
+    expected = prediction[3:5]
+    assert drafter.propose([*parent.choices], [2] * 3) == [expected] * 3
+    parent.phase = Phase.FINISHED
+    _, *children = parent.choices
+    assert drafter.propose(children, [2] * 2) == [expected] * 2

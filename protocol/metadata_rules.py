@@ -26,13 +26,17 @@ def check_consistent(metadata: EngineMetadata) -> None:
     registered. Whether this engine can use the peer's KV is checked elsewhere: by
     `check_compatible` (protocol/handshake.py) and by the transfer plan.
     """
-    for rule in _rules(metadata):
-        if not rule.is_satisfied:
-            raise PeerIncompatible(
-                f"{rule.field} is {short_repr(rule.value)} in the peer's metadata; "
-                f"it must {rule.requirement}.",
-                param=rule.field,
-            )
+    _check(_rules(metadata))
+
+
+def check_region(compat: CompatRecord, group_layers: int) -> None:
+    """Raises PeerIncompatible, naming the field, if an engine requests a region of a KV
+    store for KV that cannot exist.
+
+    Args:
+        group_layers: layers of the largest layer group (kvcache/groups.py).
+    """
+    _check(_region_rules(compat, group_layers))
 
 
 class _Rule(NamedTuple):
@@ -40,6 +44,16 @@ class _Rule(NamedTuple):
     value: object
     is_satisfied: bool
     requirement: str  # continues the message after "it must"
+
+
+def _check(rules: Iterable[_Rule]) -> None:
+    for rule in rules:
+        if not rule.is_satisfied:
+            raise PeerIncompatible(
+                f"{rule.field} is {short_repr(rule.value)} in the peer's metadata; "
+                f"it must {rule.requirement}.",
+                param=rule.field,
+            )
 
 
 def _range_rule(field: str, value: int, low: int, high: int) -> _Rule:
@@ -62,15 +76,7 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     )
     yield from _scale_rules(metadata.compat)
     yield from _rank_number_rules(metadata)
-    num_groups = len(metadata.compat.kv_windows)
-    yield _range_rule("compat.kv_windows' length", num_groups, 0, MAX_GROUPS)
-    scales = metadata.compat.kv_scales
-    yield _Rule(
-        "compat.kv_scales",
-        scales,
-        num_groups < 2 or set(scales) <= {1.0},
-        "be 1 if there are several KV groups (compat.kv_windows)",
-    )
+    yield from _group_rules(metadata.compat)
     for rank in metadata.ranks:
         yield from _allocation_rules(rank)
         yield from _layout_rules(rank, metadata.compat.kv_dtype)
@@ -94,6 +100,27 @@ def _scale_rules(compat: CompatRecord) -> Iterator[_Rule]:
         all(math.isfinite(scale) and scale > 0 for scale in scales),
         "be finite numbers above 0",
     )
+
+
+def _group_rules(compat: CompatRecord) -> Iterator[_Rule]:
+    num_groups = len(compat.kv_windows)
+    yield _range_rule("compat.kv_windows' length", num_groups, 0, MAX_GROUPS)
+    yield _Rule(
+        "compat.kv_scales",
+        compat.kv_scales,
+        num_groups < 2 or set(compat.kv_scales) <= {1.0},
+        "be 1 if there are several KV groups (compat.kv_windows)",
+    )
+
+
+def _region_rules(compat: CompatRecord, group_layers: int) -> Iterator[_Rule]:
+    for name in ("num_layers", "total_kv_heads", "num_components", "head_dim"):
+        yield _range_rule(f"compat.{name}", getattr(compat, name), 1, 1 << 32)
+    yield from _scale_rules(compat)
+    yield from _group_rules(compat)
+    num_groups = len(compat.kv_windows) or 1
+    min_layers = -(-compat.num_layers // num_groups)
+    yield _range_rule("group_layers", group_layers, min_layers, compat.num_layers)
 
 
 def _rank_number_rules(metadata: EngineMetadata) -> Iterator[_Rule]:

@@ -17,6 +17,7 @@ from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState, IntegrityErro
 from kvcache.groups import without_null_blocks
 from kvcache.prefix import PrefixCursor, PrefixIndex
 from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import (
     Event,
     PullDone,
@@ -80,7 +81,8 @@ class Demotions:
         self._allocator = allocator
         self._prefix = prefix
         self._coordinator = coordinator
-        # By id of the pull, oldest first.
+        # By id of the pull, oldest first. The ids are made here: those of leases come
+        # from engines, which may repeat an offer whose pull has ended.
         self._waiting: OrderedDict[str, _Demotion] = OrderedDict()
         self._active: dict[str, _Demotion] = {}
         # Blocks that READs of an ended pull may still write to, by id of the pull.
@@ -98,17 +100,15 @@ class Demotions:
 
     def add(self, offer: Demote, now_s: float) -> None:
         """Takes an offer, and begins to renew its lease."""
-        pull_id = offer.remote.lease_id
-        if pull_id in self._waiting or pull_id in self._active:
-            return  # the engine has repeated its message
+        pull_id = new_id()
         block_size = self._prefix.block_size
         num_tokens = min(offer.remote.num_tokens, len(offer.token_ids))
         stop = num_tokens // block_size * block_size
         demotion = _Demotion(offer, stop, now_s)
         self._coordinator.hold(pull_id, offer.remote)
         self._waiting[pull_id] = demotion
-        has_blocks = any(offer.remote.block_ids)
-        if not (stop and has_blocks and self._can_ever_hold(stop)):
+        is_complete = any(offer.remote.block_ids) and offer.remote.transfer_id is None
+        if not (stop > 0 and is_complete and self._can_ever_hold(stop)):
             self._drop(pull_id)
         elif len(self._waiting) > MAX_WAITING:
             self._drop(next(iter(self._waiting)))

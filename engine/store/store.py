@@ -22,6 +22,7 @@ from protocol.ipc.kv_store import (
     RegionSpec,
     StoreReply,
 )
+from protocol.metadata_rules import check_region
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -96,7 +97,7 @@ class Store:
         """Returns the region for an engine's KV. Begins to open it if necessary."""
         try:
             return self._answer(request)
-        except (RegionTooSmall, ValueError) as error:
+        except (RegionTooSmall, PeerIncompatible, ValueError) as error:
             if str(error) != self._last_refusal:
                 self._last_refusal = str(error)
                 logger.warning("%s: %s", request.engine_id, error)
@@ -106,9 +107,11 @@ class Store:
         """Returns the answer to a request.
 
         Raises:
-            RegionTooSmall, ValueError: there can be no such region now.
+            RegionTooSmall, PeerIncompatible, ValueError: there can be no such region
+                now.
         """
         spec = request.spec
+        check_region(spec.compat, spec.group_layers)
         layout = region_layout(spec, self._slots[0].options)
         slot = self._slot_for(spec)
         region = slot.region

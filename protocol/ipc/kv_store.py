@@ -20,6 +20,7 @@ from protocol.handshake import (
 
 _Id = Annotated[str, Meta(min_length=1, max_length=128)]
 _Tokens = Annotated[int, Meta(ge=1, lt=1 << 32)]
+_BlockSize = Annotated[int, Meta(ge=1, le=256)]
 # Bound of the size of a message. The largest part is one scale for each layer and
 # component.
 MAX_MESSAGE_BYTES: Final = 1 << 20
@@ -44,7 +45,7 @@ class RegionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     compat: CompatRecord
     group_layers: Annotated[int, Meta(ge=1, lt=1 << 16)]
-    block_size: Annotated[int, Meta(ge=1, le=256)]
+    block_size: _BlockSize
     max_model_len: _Tokens
 
 
@@ -66,11 +67,11 @@ class RegionOpened(msgspec.Struct, frozen=True, tag="opened", kw_only=True):
     """
 
     nonce: str
-    port: int
-    engine_id: str
-    incarnation: str
-    block_size: int
-    num_tokens: int
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    engine_id: _Id
+    incarnation: _Id
+    block_size: _BlockSize
+    num_tokens: Annotated[int, Meta(ge=1)]
     stats: dict[str, float]
 
 

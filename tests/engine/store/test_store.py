@@ -20,18 +20,36 @@ from engine.store import store as store_module
 from engine.store.front import StoreFront
 from engine.store.memory import RegionOptions
 from engine.store.store import Store
+from protocol.handshake import FP8, MessageError
 from protocol.ipc.kv_store import (
     OpenRegion,
     RegionOpened,
     RegionPending,
     RegionRefused,
     RegionSpec,
+    read_store_reply,
+    seal_store_reply,
 )
 from protocol.ipc.wire import Waker, listen
 from tests.rigs.engines import COMPAT, OTHER_COMPAT, SECRET
 from tests.rigs.memory_agent import MemoryAgent
 
 SPEC = RegionSpec(compat=COMPAT, group_layers=2, block_size=4, max_model_len=64)
+IMPOSSIBLE_KV: list[dict[str, Any]] = [
+    {"total_kv_heads": 0},
+    {"head_dim": -4},
+    {"num_components": 0},
+    {"num_layers": 0},
+    {"kv_dtype": "float12"},
+    {"kv_dtype": FP8, "kv_scales": (1.0,)},
+    {"kv_windows": (4,) * 17},
+]
+IMPOSSIBLE_REGIONS: list[dict[str, Any]] = [
+    {"port": 0},
+    {"port": 1 << 16},
+    {"block_size": 0},
+    {"num_tokens": 0},
+]
 OPTIONS = RegionOptions(host_kv_bytes=1 << 16, staging_bytes=1 << 16)
 
 
@@ -182,7 +200,7 @@ def test_models_have_equal_shares_of_the_store(make_store):
     now_s = 0.0
     store = make_store(max_models=2, clock=lambda: now_s)
     other = replace(SPEC, compat=OTHER_COMPAT)
-    third = replace(SPEC, compat=replace(COMPAT, num_layers=COMPAT.num_layers + 1))
+    third = replace(SPEC, compat=replace(COMPAT, head_dim=COMPAT.head_dim * 2))
     replies = [opened(store, spec) for spec in (SPEC, other)]
     assert len({reply.incarnation for reply in replies}) == 2
     sizes = [region.memory.pool.nbytes for region in store.regions]
@@ -328,3 +346,37 @@ def test_malformed_and_unauthenticated_connections_do_no_harm(listening, monkeyp
         until(lambda: link.region is not None)
     for sock in (*socks, huge):
         sock.close()
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE_KV, ids=str)
+def test_region_for_impossible_kv_is_refused(make_store, changes):
+    check_refused(make_store, replace(SPEC, compat=replace(COMPAT, **changes)))
+
+
+@pytest.mark.parametrize("group_layers", [1, 3])
+def test_region_with_other_layers_than_its_kv_is_refused(make_store, group_layers):
+    check_refused(make_store, replace(SPEC, group_layers=group_layers))
+
+
+def check_refused(make_store: Any, spec: RegionSpec) -> None:
+    """Check that the store refuses a region, and still opens a possible one."""
+    store = make_store()
+    assert "it must" in refusal(store, spec)
+    opened(store)
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE_REGIONS, ids=str)
+def test_engine_refuses_an_impossible_region(changes):
+    region = RegionOpened(
+        nonce="n",
+        port=1,
+        engine_id="store-1",
+        incarnation="1",
+        block_size=16,
+        num_tokens=1,
+        stats={},
+    )
+    assert read_store_reply(seal_store_reply(region, SECRET), SECRET) == region
+    message = seal_store_reply(replace(region, **changes), SECRET)
+    with pytest.raises(MessageError, match="malformed"):
+        read_store_reply(message, SECRET)

@@ -106,7 +106,8 @@ class TraceStatistics:
     Attributes:
         seen_share: share of the prompt tokens that were in earlier requests of the
             session.
-        working_set_tokens: KV of all sessions at their ends.
+        working_set_tokens: KV of all sessions at their ends. A prefix that several
+            sessions share counts once.
     """
 
     sessions: int
@@ -127,11 +128,6 @@ def statistics_of(workload: Workload) -> TraceStatistics:
     num_prompt_tokens = sum(map(sum, prompts))
     turns = [turn for session in sessions for turn in session.turns]
     num_output_tokens = sum(turn.output_tokens for turn in turns)
-    working_set = sum(
-        turn.input_tokens + turn.output_tokens
-        for session in sessions
-        for turn in session.turns
-    )
     num_new = sum(turn.input_tokens for turn in turns)
     # The last answer of a session is in no prompt.
     num_answered = sum(prompts[i][-1] for i in range(len(sessions))) - num_new
@@ -146,7 +142,7 @@ def statistics_of(workload: Workload) -> TraceStatistics:
         seen_share=1 - (num_new + num_answered) / num_prompt_tokens,
         pause_s=sum(turn.think_s for turn in turns) / num_pauses,
         prompt_tokens=num_prompt_tokens,
-        working_set_tokens=working_set,
+        working_set_tokens=_working_set_tokens(workload),
     )
 
 
@@ -156,6 +152,21 @@ def _prompt_lengths(session: Session) -> list[int]:
     answers = [turn.output_tokens for turn in session.turns[:-1]]
     growth = [inputs[0], *map(sum, zip(answers, inputs[1:], strict=True))]
     return list(itertools.accumulate(growth))
+
+
+def _working_set_tokens(workload: Workload) -> int:
+    """Return the number of tokens whose KV an infinite cache has in the end."""
+    # The length of each segment, by the keys of all segments up to it. A prompt may end
+    # within a shared block, so the longest length counts.
+    lengths: dict[int, int] = {}
+    for index, session in enumerate(workload.sessions):
+        last = len(session.turns) - 1
+        answer = (("answer", index, last), session.turns[last].output_tokens)
+        prefix = 0
+        for key, length in [*segments(workload, index, last), answer]:
+            prefix = hash((prefix, key))
+            lengths[prefix] = max(lengths.get(prefix, 0), length)
+    return sum(lengths.values())
 
 
 def least_computed_tokens(

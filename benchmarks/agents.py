@@ -1,13 +1,18 @@
-"""Plays sessions of coding agents, and compares the prompt tokens that the servers
-computed with the least possible: those of one server with an infinite cache.
+"""Plays sessions of coding agents, or a trace, and compares the prompt tokens that the
+servers computed with the least possible: those of one server with an infinite cache.
 
     python -m benchmarks.agents --url URL [--metrics URL ...] [--length-scale 0.02]
+    python -m benchmarks.agents --url URL --trace FILE --length-scale 0.03125
     python -m benchmarks.agents --write FILE     a trace for `baton bench --trace`
 
 The sessions are made with published statistics (benchmarks/agent_trace.py), or read
-from --trace. Name each server behind a proxy by --metrics, because the servers count
-the tokens, not the proxy. Start the servers anew for each run: the caches of a former
-run make a result better than the least. The last line is one JSON document.
+from --trace: with the block hashes of Mooncake's traces, the least is exact, because
+prompts share blocks of tokens as in the trace. The length scale 1/32 makes a block of
+512 tokens one of 16. Name each server behind a proxy by --metrics, because the servers
+count the tokens, not the proxy. Start the servers anew for each run: the caches of a
+former run make a result better than the least. A server that is slower than the trace
+needs --concurrency, or requests wait there until they time out. The last line is one
+JSON document.
 """
 
 import argparse
@@ -67,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="write the trace to FILE and send nothing",
     )
     group = bench_options.add_trace_options(parser)
+    bench_options.add_bounds(group)
     group.add_argument(
         "--sessions",
         type=bench_options.positive,
@@ -90,6 +96,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_workload(args: argparse.Namespace) -> Workload:
+    """Return the sessions that the options describe.
+
+    Raises:
+        BenchError: options conflict, or the trace is invalid.
+    """
+    if args.write is not None and args.length_scale != 1.0:
+        raise BenchError(
+            "--write writes blocks of 512 tokens, which --length-scale would shorten: "
+            "give --length-scale to the run that reads the file"
+        )
     if args.trace is None:
         rate = args.rate or _DEFAULT_RATE
         workload = agent_workload(args.sessions, rate, args.seed)
@@ -199,11 +215,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             body=BodyOptions(
                 vocab_size=args.vocab_size, seed=args.seed, retention=args.retention
             ),
-            concurrency=bench_options.OPEN_LOOP_CONCURRENCY,
+            concurrency=args.concurrency or bench_options.OPEN_LOOP_CONCURRENCY,
             model=args.model,
             api_key=args.api_key,
             warmup=0,  # it would compute tokens
             duration_s=args.duration,
+            drain_s=args.drain_s,
         )
         result, gauges = uvloop.run(play(side, workload, options))
     except (BenchError, OSError) as error:

@@ -30,7 +30,13 @@ DEFAULT_SLO = "ttft=1,itl=0.1"
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the load, its bounds and what is reported."""
-    group = add_trace_options(parser)
+    add_bounds(add_trace_options(parser))
+    _add_request_options(parser)
+    _add_report_options(parser)
+
+
+def add_bounds(group: argparse._ArgumentGroup) -> None:
+    """Add the options that bound the sessions in flight and the time of the last."""
     group.add_argument(
         "--concurrency",
         type=positive,
@@ -45,8 +51,6 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="requests that have not finished this long after the last arrival count "
         "as failed (s, default: 120)",
     )
-    _add_request_options(parser)
-    _add_report_options(parser)
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

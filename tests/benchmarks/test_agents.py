@@ -88,6 +88,24 @@ def test_least_number_of_computed_tokens_is_that_of_an_infinite_cache(
     assert least_computed_tokens(workload, requests, block_tokens) == expected
 
 
+def test_working_set_has_the_tokens_that_sessions_share_once():
+    turns = (
+        (Turn(10, 3, blocks=(0, 1)), Turn(5, 2)),  # 8 + 2 + 3 + 5 + 2 new tokens
+        (Turn(6, 1, blocks=(0, 1)),),  # 1 new token, after a part of block 1
+        (Turn(3, 2, blocks=(0,)),),  # 2 new tokens, after a part of block 0
+        (Turn(9, 2, blocks=(0, 2)),),  # 4 + 1 + 2 new tokens, after block 0
+    )
+    sessions = tuple(Session(0.0, each) for each in turns)
+    statistics = statistics_of(Workload(sessions, 4, "shared"))
+    assert statistics.working_set_tokens == 20 + 1 + 2 + 7
+
+
+def test_trace_with_shortened_blocks_is_not_written(tmp_path: Path, capsys):
+    path = tmp_path / "agents.jsonl"
+    assert agents.main(["--write", str(path), "--length-scale", "0.5"]) == 2
+    assert "--length-scale" in capsys.readouterr().err and not path.exists()
+
+
 def test_endpoint_without_the_counters_of_a_server_is_refused(capsys):
     with running(proxy := start("proxy", "--port", "0", "--decode", "http://[::1]:9")):
         assert agents.main(["--url", proxy.url, "--sessions", "1"]) == 2

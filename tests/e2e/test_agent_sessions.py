@@ -1,22 +1,28 @@
-"""Sessions of coding agents while the decode server of a pair is killed: with a KV
-store, the servers compute hardly more than one server with an infinite cache would.
+"""Sessions of coding agents while the decode server of a pair is killed, and the
+conversations of a trace on a server with a small pool. With a KV store, the servers
+compute hardly more than one server with an infinite cache would.
 """
 
+import itertools
 import json
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from benchmarks import agents
 from benchmarks.agent_trace import agent_workload, statistics_of
 from benchmarks.agents import figures, play
 from benchmarks.bench.generator import LoadOptions, Side
 from benchmarks.bench.prompts import BodyOptions
+from benchmarks.bench.traces import BLOCK_TOKENS, read_trace
 from benchmarks.bench.workload import Workload, scaled
 from tests.make_models import ensure_model
 from tests.rigs.cluster import (
@@ -40,6 +46,11 @@ MAX_TURNS = 15
 # The computed tokens exceed the least by at most this factor. On an idle machine it is
 # 1.01 to 1.06 with a store, and 6.4 without.
 MAX_EXCESS = 1.25
+# The trace has 24 conversations of 6 turns. Blocks of 512 tokens become blocks of 16.
+NUM_CONVERSATIONS = 24
+NUM_TURNS = 6
+LENGTH_SCALE = 1 / 32
+MAX_TRACE_EXCESS = 1.1
 
 
 def sessions() -> Workload:
@@ -138,3 +149,52 @@ def test_sessions_continue_with_their_kv_when_the_decode_server_is_killed(uses_s
     print(json.dumps({**document, "uses_store": uses_store, "excess": excess}))
     assert document["succeeded"] == document["requests"] == workload.num_requests
     assert excess <= MAX_EXCESS if uses_store else excess > MAX_EXCESS
+
+
+def write_trace(path: Path) -> None:
+    """Write conversations in Mooncake's format. A prompt has the complete blocks of the
+    preceding prompt of its conversation, and all prompts begin with the same block.
+    """
+    rng = random.Random(7)
+    new_block = itertools.count(1)
+    tables = [[0] for _ in range(NUM_CONVERSATIONS)]
+    lines = []
+    for turn in range(NUM_TURNS):
+        for blocks in tables:
+            num_new = rng.randint(2, 5) if turn else rng.randint(6, 12)
+            blocks += itertools.islice(new_block, num_new)
+            line = {
+                "timestamp": 50 * len(lines),
+                "input_length": len(blocks) * BLOCK_TOKENS - rng.randrange(400),
+                "output_length": rng.randint(100, 600),
+                "hash_ids": blocks.copy(),
+            }
+            lines.append(json.dumps(line) + "\n")
+            blocks.pop()  # the last block is not full, so the next prompt lacks it
+    path.write_text("".join(lines))
+
+
+@pytest.mark.parametrize("uses_store", [True, False])
+def test_conversations_of_a_trace_are_computed_once(uses_store, tmp_path, capsys):
+    """Between two turns of a conversation, others evict it from the pool."""
+    trace = tmp_path / "conversations.jsonl"
+    write_trace(trace)
+    workload = scaled(read_trace(trace), load=1.0, length=LENGTH_SCALE)
+    argv = ["--trace", str(trace), "--length-scale", str(LENGTH_SCALE)]
+    argv += ["--concurrency", "2", "--drain-s", "600"]
+    model = ensure_model("gqa")
+    with store(uses_store) as host_kv:
+        pulls = ("--borrow-prefixes", "always", "--block-size", "16")
+        options = (*pool_options(workload), *host_kv, *pulls, "--role", "both")
+        with started(partial(start_decode, model, *options)) as (server,):
+            up = float(uses_store)
+            wait_until(lambda: server.metrics()["baton_host_kv_up"] == up)
+            assert agents.main([*argv, "--url", server.url]) == 0
+            assert_idle(server)
+    lines = capsys.readouterr().out.splitlines()  # those of the servers too
+    document = json.loads(next(line for line in lines if line.startswith("{")))
+    print(json.dumps({**document, "uses_store": uses_store}))
+    assert document["requests"] == NUM_CONVERSATIONS * NUM_TURNS
+    assert document["pool_tokens"][0] <= document["working_set_tokens"] / 10 + 16
+    excess = document["computed_over_least"]
+    assert excess <= MAX_TRACE_EXCESS if uses_store else excess > 2

@@ -21,6 +21,7 @@ from engine.geometry import (
     read_config,
 )
 from engine.speculation.draft_model import check_requested_draft_model
+from engine.speculation.states.state_model import requested_state_model
 from engine.text.tokenizer import Tokenizer
 from model.config import ModelConfig
 from model.files.kv_scales import resolve_scales
@@ -80,6 +81,7 @@ def prepare(settings: EngineSettings, secret: bytes, model_dir: Path) -> Prepare
     )
     check_scales(config, model_config)
     check_requested_draft_model(config, model_config)
+    requested_state_model(config, model_config)
     return Prepared(config, model_config, defaults)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,45 @@ class StateCapture(NamedTuple):
         for index, layer in enumerate(self.layers):
             if layer == num_layers:
                 self.out[:, index * width : (index + 1) * width].copy_(hidden)
+
+
+class StepModel(Protocol):
+    """What runs the steps of a rank: a model, or a drafter behind the same interface.
+
+    The methods are those of CausalLM.
+    """
+
+    @property
+    def parallel(self) -> Parallel: ...
+
+    @property
+    def attention_spec(self) -> AttentionSpec: ...
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        rows: Tensor | None = None,
+        capture: StateCapture | None = None,
+    ) -> Tensor: ...
+
+    def attention_queries(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        backend_rotates: bool,
+        rows: Tensor | None = None,
+        capture: StateCapture | None = None,
+    ) -> AttentionQueries: ...
+
+    def new_capture(
+        self, layers: tuple[int, ...], num_tokens: int
+    ) -> StateCapture | None: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def raw_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class CausalLM:

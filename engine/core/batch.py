@@ -27,6 +27,10 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
+def _no_rows() -> Int32s:
+    return np.zeros(0, np.int32)
+
+
 class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens of one sequence that need logprobs. The logprobs of targets[i]
     follow from the hidden state of row first_row + i among the step's T rows.
@@ -58,6 +62,12 @@ class StepInput:
         scores: the prompt tokens that need logprobs.
         is_draft: whether the draft model computes the step, instead of the model that
             the engine serves. Block numbers are then those of the draft model's pool.
+        stored_rows, stored_slots: rows of the step whose hidden states a drafter needs
+            later, and where each rank stores them.
+        input_states: [T] rows of the table of states that a drafter reads (see
+            StateTableSizes). This and the following are empty in all other steps.
+        skipped_lens: [S] tokens of a sequence that its block table leaves out.
+        draw_positions: [R] for each draw, the number of tokens before it.
     """
 
     token_ids: Int64s
@@ -70,10 +80,34 @@ class StepInput:
     is_masked: bool = False
     scores: list[ScoredRows] = field(default_factory=list)
     is_draft: bool = False
+    stored_rows: Int32s = field(default_factory=_no_rows)
+    stored_slots: Int32s = field(default_factory=_no_rows)
+    input_states: Int32s = field(default_factory=_no_rows)
+    skipped_lens: Int32s = field(default_factory=_no_rows)
+    draw_positions: Int32s = field(default_factory=_no_rows)
+
+    @property
+    def num_before_draws(self) -> list[int]:
+        """For each draw, the number of tokens before it, [R]. It determines the noise
+        of the draw."""
+        positions = self.draw_positions
+        if not len(positions):
+            positions = self.context_lens[self.sampled_sequences]
+        num_tokens: list[int] = positions.tolist()
+        return num_tokens
+
+    @property
+    def rotary_positions(self) -> Int64s:
+        """The index of each token in its sequence, [T]."""
+        if not len(self.skipped_lens):
+            return self.positions
+        skipped_lens = np.repeat(self.skipped_lens, self.query_lens)
+        positions: Int64s = self.positions + skipped_lens
+        return positions
 
     @property
     def positions(self) -> Int64s:
-        """The index of each token in its sequence, [T]."""
+        """The index of each token in the block table of its sequence, [T]."""
         starts = self.context_lens - self.query_lens
         offsets = np.cumsum(self.query_lens) - self.query_lens
         within = np.arange(len(self.token_ids), dtype=np.int64)

@@ -87,7 +87,9 @@ class EngineCore(CoreServices):
         self._migrating: dict[str, Sequence] = {}
         self._output = OutputProcessor()
         self._stats = CoreStats(rank_stats)
-        self._steps = StepRunner(scheduler, executor, grammars, self._stats, self)
+        self._steps = StepRunner(
+            scheduler, executor, grammars, self._stats, self, self.speculator
+        )
         # Whether the transport was closed while a step was in flight.
         self._is_closed = False
         connector.bind(self)

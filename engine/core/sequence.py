@@ -96,7 +96,7 @@ class Sequence:
     num_computed: int = 0  # tokens with KV, from finished steps, cache hits or pulls
     num_launched: int = 0  # tokens after `num_computed`, in unfinished steps
     num_awaited: int = 0  # tokens that the unfinished steps draw
-    num_drafted: int = 0  # tokens with KV of the draft model (engine/speculation)
+    num_drafted: int = 0  # tokens with KV of the drafter (engine/speculation)
     awaited_row: int = 0  # index of the awaited token among the draws of its step
     last_step: int = 0  # number of the latest launched step that refers to the blocks
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)

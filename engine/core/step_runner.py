@@ -16,6 +16,7 @@ If a step raises StepFailed, its sequences are retried one at a time.
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,6 +81,17 @@ class StepCallbacks(Protocol):
         """Ends a request because of an exception that concerns only this request."""
 
 
+class StateSteps(Protocol):
+    """The work of drafters that read hidden states (engine/speculation)."""
+
+    def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
+        """Returns a step that also stores the hidden states that drafters need."""
+
+    def follow(self) -> None:
+        """Runs what drafters compute right behind a prepared step. Called after the
+        step has drawn, because its draws must precede other steps."""
+
+
 class StepRunner:
     """Launches the steps of one core, and commits their results in order.
 
@@ -94,6 +106,7 @@ class StepRunner:
         grammars: CoreGrammars,
         stats: CoreStats,
         core: StepCallbacks,
+        states: StateSteps,
     ) -> None:
         self.in_flight: deque[InFlightStep] = deque()
         self._scheduler = scheduler
@@ -101,6 +114,7 @@ class StepRunner:
         self._grammars = grammars
         self._stats = stats
         self._core = core
+        self._states = states
         self._row_allocator = RowAllocator()
         # Measured in the last step of at least _PROPORTIONAL_TOKENS tokens.
         self._seconds_per_token = 0.0
@@ -126,11 +140,13 @@ class StepRunner:
             step = build_step(scheduled, self._row_allocator)
         except Exception as error:
             raise StepFailed(f"building the step's arrays failed: {error!r}") from error
+        step = self._states.prepare(scheduled, step)
         self._core.flush()  # first tokens of other servers must not wait for the step
         if step.is_masked:
             self._launch_masked(scheduled, step)
         else:
             self._launch(scheduled, step)
+        self._states.follow()
 
     def _retry_one_by_one(self, scheduled: list[Scheduled], error: StepFailed) -> None:
         logger.warning(

@@ -36,7 +36,7 @@ from engine.core.batch import Int64s, ScoredRows
 from engine.core.logits_processing import Shaping, to_device
 from engine.sampling.counter_rng import gumbel, gumbel_of_vocabulary, row_keys
 from engine.sampling.sampling_batch import SamplingBatch
-from model.decoder import CausalLM
+from model.decoder import StepModel
 from protocol.messages import SamplingParams, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30  # float32 would round a smaller temperature to 0
@@ -378,7 +378,7 @@ class PendingScores:
 
 
 def score(
-    model: CausalLM, hidden: torch.Tensor, requests: list[ScoredRows]
+    model: StepModel, hidden: torch.Tensor, requests: list[ScoredRows]
 ) -> PendingScores:
     """Computes the logprobs of the requested prompt tokens, without bias, penalties and
     masks.

@@ -31,12 +31,14 @@ class DraftModel(NamedTuple):
             a block table. Ranks that share tokens (--dcp) have larger blocks in tables;
             the draft model stores all tokens on every rank.
         max_proposals: the largest number of tokens to propose for a sequence.
+        name: its kind in --speculate, and the subject of messages about it.
     """
 
     config: EngineConfig
     model_config: ModelConfig
     blocks_per_block: int
     max_proposals: int
+    name: str
 
     @property
     def max_len(self) -> int:
@@ -81,7 +83,8 @@ def read_draft_model(
             f"--speculate model: {folder} is not a directory: name the directory of a "
             "checkpoint"
         )
-    with naming_draft_model(folder):
+    name = f"model: the draft model {folder}"
+    with naming_draft_model(name):
         model_config = load_config(folder, max_model_len=config.max_model_len)
         max_len = config.max_model_len or target.max_position
         draft_config = config.model_copy(
@@ -98,8 +101,8 @@ def read_draft_model(
         )
         check_parallelism(model_config, config.tp)
         check_attention(draft_config, model_config)
-        _check_windows(target, config.model_dir)
-    return DraftModel(draft_config, model_config, config.dcp, max_proposals)
+        check_windows(target, config.model_dir, "model")
+    return DraftModel(draft_config, model_config, config.dcp, max_proposals, name)
 
 
 def check_requested_draft_model(config: EngineConfig, target: ModelConfig) -> None:
@@ -124,7 +127,7 @@ def check_draft_model(
         DraftModelError: the files are incomplete, or the vocabularies differ.
     """
     folder = draft.config.model_dir
-    with naming_draft_model(folder):
+    with naming_draft_model(draft.name):
         check_weights(draft.config, draft.model_config)
     if not (Path(folder) / "tokenizer.json").is_file():
         vocab_size = draft.model_config.vocab_size
@@ -139,24 +142,31 @@ def check_draft_model(
 
 
 @contextmanager
-def naming_draft_model(folder: str) -> Iterator[None]:
-    """Adds the name of the draft model to the messages of errors."""
+def naming_draft_model(name: str) -> Iterator[None]:
+    """Adds the name of a draft model to the messages of errors that lack the option."""
     try:
         yield
     except DraftModelError:
         raise
     except ValueError as error:
+        if str(error).startswith("--speculate "):
+            raise
         raise DraftModelError(
-            f"--speculate model: the draft model {folder} cannot be served: {error}"
+            f"--speculate {name} cannot be served: {error}"
         ) from error
 
 
-def _check_windows(target: ModelConfig, target_folder: str) -> None:
+def check_windows(target: ModelConfig, target_folder: str, kind: str) -> None:
+    """Raises DraftModelError if the engine drops the blocks that a draft model needs.
+
+    Args:
+        kind: the draft model's kind in --speculate.
+    """
     groups, _ = kv_groups(target)
     if None not in groups.windows:
         windows = " or ".join(str(window) for window in groups.windows)
         raise DraftModelError(
-            f"--speculate model: all layers of {target_folder} see only {windows} "
+            f"--speculate {kind}: all layers of {target_folder} see only {windows} "
             "tokens, so the engine drops blocks that a draft model would need: use "
             "--speculate ngram"
         )

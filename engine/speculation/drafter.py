@@ -6,8 +6,10 @@ drawn tokens, up to the first that differs. So no drafter can change a token.
 """
 
 from collections.abc import Sequence as Sequenceable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from engine.core.batch import StepInput
+from engine.core.plan import Scheduled
 from engine.core.sequence import Sequence
 
 
@@ -36,3 +38,20 @@ class Drafter(Protocol):
             sequences: decoding sequences. All their tokens but the last one have KV.
             limits: for each sequence, the largest number of tokens to propose.
         """
+
+
+@runtime_checkable
+class StateReadingDrafter(Drafter, Protocol):
+    """A drafter that reads hidden states of the engine's model. The methods may raise
+    any exception, like `Drafter.propose`."""
+
+    def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
+        """Returns a step of the engine's model that also stores states.
+
+        Args:
+            scheduled: what the step computes.
+        """
+
+    def follow(self) -> None:
+        """Must be called once the prepared step has been launched and has drawn, and
+        before the next step is launched. Not called if the step has failed."""

@@ -13,10 +13,11 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as Sequenceable
 
+from engine.core.batch import StepInput
 from engine.core.plan import Scheduled
 from engine.core.sequence import Sequence
 from engine.core.tables import SchedulerLimits
-from engine.speculation.drafter import Drafter
+from engine.speculation.drafter import Drafter, StateReadingDrafter
 from engine.speculation.policy import AcceptanceRate, SpeculationPolicy
 from protocol.metrics import EngineHistogram, stat_key
 from protocol.settings.speculation import MAX_PROPOSALS
@@ -45,6 +46,7 @@ class Speculator:
     ) -> None:
         self._limits = limits
         self._drafters = list(drafters)
+        self._readers = [d for d in drafters if isinstance(d, StateReadingDrafter)]
         self._max_proposals = max_proposals
         self._policy = policy or SpeculationPolicy()
         self._averages = {
@@ -159,16 +161,38 @@ class Speculator:
                 return [[] for _ in sequences]
             proposals = drafter.propose(sequences, room)
         except Exception:
-            logger.exception(
-                "The drafter %r failed. It is not used any more; requests continue "
-                "without its proposals.",
-                drafter.name,
-            )
-            self._drafters.remove(drafter)
+            self._turn_off(drafter)
             return [[] for _ in sequences]
         lengths = [len(tokens) for tokens in proposals]
         limits = self._policy.limits(rates, lengths, num_streams)
         return [tokens[:limit] for tokens, limit in zip(proposals, limits, strict=True)]
+
+    def _turn_off(self, drafter: Drafter) -> None:
+        """Stops using a drafter. Called while its exception is handled."""
+        logger.exception(
+            "The drafter %r failed. It is not used any more; requests continue "
+            "without its proposals.",
+            drafter.name,
+        )
+        self._drafters = [other for other in self._drafters if other is not drafter]
+        self._readers = [other for other in self._readers if other is not drafter]
+
+    def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
+        """Returns a step that also stores the hidden states that drafters need."""
+        for drafter in list(self._readers):
+            try:
+                step = drafter.prepare(scheduled, step)
+            except Exception:
+                self._turn_off(drafter)
+        return step
+
+    def follow(self) -> None:
+        """Runs what drafters compute right behind a prepared step."""
+        for drafter in list(self._readers):
+            try:
+                drafter.follow()
+            except Exception:
+                self._turn_off(drafter)
 
     def _num_that_fit(self, sequence: Sequence) -> int:
         """The largest number of proposals that may be verified for a sequence. One

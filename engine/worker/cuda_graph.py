@@ -34,7 +34,7 @@ from attention.base import AttentionBackend, AttentionBatch
 from engine.core.batch import StepInput
 from engine.sampling.sampler import LastSampledTokens, PendingScores, greedy
 from model.attention_layers import AttentionQueries, AttentionQuery
-from model.decoder import CausalLM, StateCapture
+from model.decoder import StateCapture, StepModel
 from model.decoder_layer import run_queries
 
 logger = logging.getLogger("baton.engine")
@@ -109,7 +109,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: StepModel,
         backend: AttentionBackend,
         last_drawn: LastSampledTokens,
         *,
@@ -190,7 +190,7 @@ class DecodeGraphs:
                 self._backend.applies_rope,
                 capture=capture,
             )
-            first_part = max(1, int(_FIRST_PART * self._model.config.num_layers))
+            first_part = max(1, int(_FIRST_PART * len(self._backend.layers)))
             hidden = run_queries(
                 _call_before_layer(queries, first_part, after_first_part), self._backend
             )
@@ -221,7 +221,7 @@ class DecodeGraphs:
         host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=True)
         host.numpy()[:, :num_seqs] = (
             self._last_drawn.complements(step.token_ids),
-            step.positions,
+            step.rotary_positions,
         )
         self._inputs.copy_(host, non_blocking=True)
         self._backend.plan_for_graph(
@@ -293,7 +293,7 @@ class PromptGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: StepModel,
         backend: AttentionBackend,
         *,
         max_tokens: int,

@@ -19,9 +19,10 @@ from engine.speculation.draft_kv import DraftPoolSizes
 from engine.speculation.draft_model import (
     DraftModel,
     naming_draft_model,
-    requested_draft_model,
 )
+from engine.speculation.drafter import Drafter
 from engine.speculation.model_drafter import DraftLimits, ModelDrafter
+from engine.worker.load import LoadModel, load
 from engine.worker.memory import MemoryTooSmall
 from engine.worker.runner import ModelRunner
 from kvcache.groups import ONE_GROUP
@@ -42,6 +43,7 @@ class DraftRunner(ModelRunner):
     Args:
         target: the runner of the model that the engine serves.
         report: called with descriptions of the progress.
+        load_weights: loads the draft model to the device.
     """
 
     def __init__(
@@ -49,20 +51,21 @@ class DraftRunner(ModelRunner):
         target: ModelRunner,
         draft: DraftModel,
         report: Callable[[str], None] = lambda text: None,
+        load_weights: LoadModel = load,
     ) -> None:
         # All ranks share the heads, even if some of them also share tokens (--dcp).
         target_parallel = target.model.parallel
         parallel = Parallel(
             target_parallel.rank, target_parallel.size, target_parallel.group
         )
-        folder = draft.config.model_dir
-        with _naming_memory(folder), naming_draft_model(folder):
+        with _naming_memory(draft.name), naming_draft_model(draft.name):
             super().__init__(
                 draft.config,
                 draft.model_config,
                 parallel,
                 lambda text: report(f"draft model: {text}"),
                 device=target.device,
+                load_weights=load_weights,
             )
         # All layers keep the KV of all tokens, also layers with a window.
         self.groups = ONE_GROUP
@@ -107,7 +110,7 @@ class DraftRunner(ModelRunner):
         """Bytes of the scratch blocks."""
         return self.layout(1).nbytes - self.bytes_per_block
 
-    def make_drafter(self, executor: Executor) -> ModelDrafter:
+    def make_drafter(self, executor: Executor) -> Drafter:
         """Makes the drafter of the engine. Called once, on rank 0, after the graphs of
         the draft model have been captured.
 
@@ -134,19 +137,10 @@ class DraftRunner(ModelRunner):
         )
 
 
-def load_draft(
-    target: ModelRunner, report: Callable[[str], None]
-) -> DraftRunner | None:
-    """Loads the draft model that --speculate names, on the rank of `target`. Returns
-    None if the option names none."""
-    draft = requested_draft_model(target.config, target.model_config)
-    return None if draft is None else DraftRunner(target, draft, report)
-
-
 @contextmanager
-def _naming_memory(folder: str) -> Iterator[None]:
+def _naming_memory(name: str) -> Iterator[None]:
     """Adds the name of the draft model to the messages of MemoryTooSmall."""
     try:
         yield
     except MemoryTooSmall as error:
-        raise MemoryTooSmall(f"the draft model {folder}: {error}") from error
+        raise MemoryTooSmall(f"--speculate {name}: {error}") from error

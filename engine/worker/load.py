@@ -1,4 +1,4 @@
-"""Opens the device of a rank and loads the weights. The attention kernels compile at
+"""Opens the device of a rank, loads the weights, and compiles the attention kernels at
 the same time.
 """
 
@@ -19,7 +19,7 @@ from engine.geometry import attention_spec, check_attention
 from engine.worker.memory import MemoryTooSmall, explaining_oom
 from model.architectures.quantization import AT_LOAD, Quantization
 from model.config import ModelConfig
-from model.decoder import CausalLM, load_model
+from model.decoder import CausalLM, StepModel, load_model
 from model.files.safetensors_files import StoredTensor, read_headers
 from model.parallel import Parallel
 from model.sizes import tp_sizes, weight_bytes
@@ -28,6 +28,12 @@ from protocol.settings.machine import free_host_bytes
 
 _STREAM_PRIORITY = -1  # a higher priority than CUDA's default, which is 0
 _REPORT_INTERVAL_S = 3.0
+
+# Loads the model of one rank to its device; `load` is one.
+LoadModel = Callable[
+    [EngineConfig, ModelConfig, Parallel, torch.device, Callable[[str], None]],
+    StepModel,
+]
 
 
 class CannotStart(Exception):
@@ -51,21 +57,19 @@ def describe_failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def load(
+@contextmanager
+def compiling_kernels(
     config: EngineConfig,
     model_config: ModelConfig,
-    parallel: Parallel,
     device: torch.device,
     report: Callable[[str], None],
-) -> CausalLM:
-    """Loads the weights of one rank to its device, and compiles the attention kernels
-    at the same time.
+) -> Iterator[None]:
+    """Compiles the attention kernels of a model while the caller loads its weights.
 
     Args:
         report: called with descriptions of the progress.
 
     Raises:
-        MemoryTooSmall: the weights do not fit.
         UnsupportedPool: the attention backend cannot serve the model.
     """
     # Check the backend before minutes are spent on loading weights.
@@ -80,6 +84,27 @@ def load(
         free_bytes=free_host_bytes(),
     )
     pool.shutdown(wait=False)
+    yield
+    if not compiling.done():
+        report("compiling kernels")
+    compiling.result()
+
+
+def load(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    parallel: Parallel,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> CausalLM:
+    """Loads the weights of one rank to its device.
+
+    Args:
+        report: called with descriptions of the progress.
+
+    Raises:
+        MemoryTooSmall: the weights do not fit.
+    """
     # The memory of a CPU machine was checked before its ranks were started.
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -87,7 +112,7 @@ def load(
     is_dummy = config.load_format == "dummy"
     fix = f"use a larger --tp than {config.tp}, or free the GPU"
     with explaining_oom(f"a model with weights in {config.dtype}", device, fix):
-        model = load_model(
+        return load_model(
             model_config,
             config.model_dir,
             dtype=getattr(torch, config.dtype),
@@ -100,10 +125,6 @@ def load(
                 {} if is_dummy else read_headers(Path(config.model_dir)), report
             ),
         )
-    if not compiling.done():
-        report("compiling kernels")
-    compiling.result()
-    return model
 
 
 class LoadProgress:

@@ -25,7 +25,7 @@ from kvcache.layout import MAX_BLOCK_SIZE_TOKENS
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from model.config import ModelConfig
-from model.decoder import CausalLM
+from model.decoder import StepModel
 
 logger = logging.getLogger("baton.engine")
 
@@ -77,7 +77,7 @@ def max_sequence_tokens(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def make_memory(
-    config: EngineConfig, model_config: ModelConfig, model: CausalLM, pool: KVPool
+    config: EngineConfig, model_config: ModelConfig, model: StepModel, pool: KVPool
 ) -> RankMemory:
     """Makes the attention backend for a pool. Returns the pool and the backend."""
     spec = model.attention_spec

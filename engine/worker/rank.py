@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.worker import ranks
-from engine.worker.draft_runner import DraftRunner, load_draft
+from engine.worker.draft_runner import DraftRunner
+from engine.worker.drafting.load_draft import load_draft
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import (
     MemoryGauge,
@@ -17,14 +18,13 @@ from engine.worker.memory import (
 )
 from engine.worker.ranks import RankLinks, connect_ranks
 from engine.worker.runner import ModelRunner
-from engine.worker.service import KVService, reserved_bytes
+from engine.worker.service import KVService, compat_record, reserved_bytes
 from engine.worker.warm_up import kv_budget_bytes, warm_up
 from kvcache.prefault import PrefaultThread
 from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig
-from model.sizes import fingerprint
-from protocol.handshake import CompatRecord, RankMetadata
+from protocol.handshake import RankMetadata
 from protocol.settings.machine import free_host_bytes
 
 
@@ -78,7 +78,7 @@ class Rank:
             PrefaultThread(pool).start()
         device_id = pool.device_id if on_gpu else None
         agent = NixlAgent(f"{config.engine_id}-{rank}", device_id=device_id)
-        self.compat = _compat_record(config, model_config, self.runner.groups.to_wire())
+        self.compat = compat_record(config, model_config, self.runner.groups.to_wire())
         step_watch = self.runner.step_watch
         self.service = KVService(
             config,
@@ -174,24 +174,3 @@ def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetada
 def _host_of(config: EngineConfig) -> str:
     """The address of this rank's host, for peers."""
     return config.node_host or config.side_channel_advertise
-
-
-def _compat_record(
-    config: EngineConfig, model_config: ModelConfig, windows: tuple[int, ...]
-) -> CompatRecord:
-    return CompatRecord(
-        model_fingerprint=fingerprint(
-            model_config,
-            config.model_dir,
-            load_format=config.load_format,
-            seed=config.seed,
-        ),
-        kv_dtype=config.kv_dtype,
-        num_layers=model_config.num_layers,
-        total_kv_heads=model_config.kv_heads_total,
-        num_components=model_config.kv_components,
-        head_dim=model_config.kv_dim,
-        rope=model_config.rope_canonical,
-        kv_scales=config.scales,
-        kv_windows=windows,
-    )

@@ -37,7 +37,7 @@ from engine.sampling.sampler import (
 )
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.worker.cuda_graph import DecodeGraphs, LogitsOutput, PromptGraphs
-from engine.worker.load import load, open_device
+from engine.worker.load import LoadModel, compiling_kernels, load, open_device
 from engine.worker.memory import (
     RankMemory,
     explaining_oom,
@@ -52,6 +52,8 @@ from model.parallel import Parallel
 from protocol.messages import SamplingParams, TokenLogprobs
 
 logger = logging.getLogger("baton.engine")
+
+StoreStates = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class LaunchedStep:
@@ -133,6 +135,7 @@ class ModelRunner:
     Args:
         report: called with descriptions of the progress.
         device: the rank's device, if another runner has opened it; None to open it.
+        load_weights: loads the model to the device.
 
     Attributes:
         draft: the draft model of this rank; None if there is none.
@@ -144,6 +147,8 @@ class ModelRunner:
             steps is measured.
         captured_states: these states of each token of the last launched step, valid
             until the next launch; None without `captured_layers`.
+        store_states: stores states of a step for a drafter: the captured states, rows
+            of the step, and a slot for each row. None without such a drafter.
     """
 
     memory: RankMemory
@@ -155,6 +160,7 @@ class ModelRunner:
         parallel: Parallel,
         report: Callable[[str], None] = lambda text: None,
         device: torch.device | None = None,
+        load_weights: LoadModel = load,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -163,7 +169,10 @@ class ModelRunner:
         vocab_size = model_config.vocab_size
         # Of these rows, the warm-up needs one for each draw.
         self.shaper = LogitShaper(vocab_size, config.max_step_rows, self.device)
-        self.model = load(config, model_config, parallel, self.device, report)
+        with compiling_kernels(config, model_config, self.device, report):
+            self.model = load_weights(
+                config, model_config, parallel, self.device, report
+            )
         self.last_drawn = LastSampledTokens(
             config.max_step_rows, vocab_size, self.device
         )
@@ -173,6 +182,7 @@ class ModelRunner:
         self.prompt_graphs: PromptGraphs | None = None
         self.captured_layers: tuple[int, ...] = ()
         self.captured_states: torch.Tensor | None = None
+        self.store_states: StoreStates | None = None
 
     def layout(self, num_blocks: int) -> KVLayout:
         """The layout of this rank's pool with `num_blocks` blocks, including the null
@@ -270,7 +280,14 @@ class ModelRunner:
         """
         self.step_watch.launching()
         with self._raising_step_failed():
+            # Upload before the launch, because a later upload might wait for the step.
+            stored_rows = to_device(step.stored_rows.astype(np.int64), self.device)
+            stored_slots = to_device(step.stored_slots.astype(np.int64), self.device)
             pending = self._launch_step(step)
+            if len(stored_rows):
+                assert self.store_states is not None, "no drafter reads states"
+                assert self.captured_states is not None
+                self.store_states(self.captured_states, stored_rows, stored_slots)
             self.step_watch.launched(pending.has_ended)
         return pending
 
@@ -301,8 +318,9 @@ class ModelRunner:
         shaping = self.shaper.prepare(step.logit_changes)
         batch = None
         if shaping is not None or step.is_masked or not is_greedy(step.sampling):
-            positions = step.context_lens[step.sampled_sequences].tolist()
-            batch = SamplingBatch.from_params(step.sampling, positions, self.device)
+            batch = SamplingBatch.from_params(
+                step.sampling, step.num_before_draws, self.device
+            )
         computed = self.compute(step)
         drawn: SampledTokens | None = None
         draw: Callable[[Int32s], SampledTokens] | None = None
@@ -392,7 +410,7 @@ class ModelRunner:
             self.last_drawn.complements(step.token_ids), self.device
         )
         token_ids = self.last_drawn.resolve(complements)
-        positions = to_device(step.positions, self.device)
+        positions = to_device(step.rotary_positions, self.device)
         device_rows = None if rows is None else to_device(rows, self.device)
         capture = self.model.new_capture(self.captured_layers, len(token_ids))
         self.captured_states = capture and capture.out

@@ -17,6 +17,8 @@ from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
 from kvcache.transfer.worker import TransferWorker
+from model.config import ModelConfig
+from model.sizes import fingerprint
 from protocol.handshake import CompatRecord, EngineMetadata
 
 
@@ -137,3 +139,29 @@ class KVService:
             Rates(config.borrow_prefixes, bytes_per_token, costs.bytes_per_s),
             max_model_len,
         )
+
+
+def compat_record(
+    config: EngineConfig, model_config: ModelConfig, windows: tuple[int, ...]
+) -> CompatRecord:
+    """The description of the KV of an engine that peers compare with theirs.
+
+    Args:
+        windows: the windows of the KV groups.
+    """
+    return CompatRecord(
+        model_fingerprint=fingerprint(
+            model_config,
+            config.model_dir,
+            load_format=config.load_format,
+            seed=config.seed,
+        ),
+        kv_dtype=config.kv_dtype,
+        num_layers=model_config.num_layers,
+        total_kv_heads=model_config.kv_heads_total,
+        num_components=model_config.kv_components,
+        head_dim=model_config.kv_dim,
+        rope=model_config.rope_canonical,
+        kv_scales=config.scales,
+        kv_windows=windows,
+    )

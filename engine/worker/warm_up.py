@@ -184,6 +184,10 @@ def _run_largest_step(runner: ModelRunner, *, is_draft: bool) -> int:
         num_groups=runner.groups.count,
     )
     hidden = runner.forward(memory, sizes.step([num_tokens]))
+    if runner.store_states is not None:
+        assert runner.captured_states is not None
+        first_row = torch.zeros(1, dtype=torch.int64, device=runner.device)
+        runner.store_states(runner.captured_states, first_row, first_row)
     rows = min(config.max_step_rows, num_tokens)
     sampling = _SAMPLINGS[-1]
     shaping = None
@@ -204,6 +208,10 @@ def warm_up(runner: ModelRunner) -> None:
     started_s = time.monotonic()
     num_kernels = KERNELS.num_at_start
     for step in steps(WarmUpSizes.of(runner)):
+        if runner.store_states is not None:
+            num_stored = min(len(step.query_lens), 2)
+            rows = np.arange(num_stored, dtype=np.int32)
+            step = replace(step, stored_rows=rows, stored_slots=rows)
         _try_step(runner, step)
     if runner.draft is not None:
         for step in steps(WarmUpSizes.of(runner.draft)):

@@ -291,8 +291,10 @@ class EngineOptions(GeometryOptions):
     """propose tokens to streams, and verify several of them in one step. It changes no
     token. ngram:8: propose what followed the last tokens earlier in the prompt or the
     answer, at most 8 tokens; model:DIR:4: propose the tokens of a smaller model with
-    the same vocabulary, in the directory DIR; off: propose nothing (None: propose only
-    the `prediction` of requests that have one)"""
+    the same vocabulary, in the directory DIR; mtp or mtp:3: use the MTP layer that
+    ships with the model; eagle3:DIR:4: use the EAGLE-3 drafter in the directory DIR;
+    off: propose nothing (None: propose only the `prediction` of requests that have
+    one)"""
 
     @field_validator("kv_scales")
     @classmethod

@@ -5,18 +5,22 @@ from typing import Final, Literal
 
 from protocol.short_repr import short_repr
 
-DrafterKind = Literal["", "ngram", "model"]
+DrafterKind = Literal["", "ngram", "model", "mtp", "eagle3"]
 
 # Proposals for one sequence in one step. Of 16 tokens that are each right with a
 # probability of 0.9, the last one is reached in 21 % of the steps.
 MAX_PROPOSALS: Final = 16
 _MAX_DIGITS: Final = 4
 _FORMS: Final = (
-    "off, or a drafter with a number of tokens, such as ngram:8 or model:DIR:4"
+    "off, or a drafter with a number of tokens: ngram:8, model:DIR:4, mtp:3 or "
+    "eagle3:DIR:4"
 )
-_KINDS: Final[tuple[DrafterKind, ...]] = ("ngram", "model")
+_KINDS: Final[tuple[DrafterKind, ...]] = ("ngram", "model", "mtp", "eagle3")
 # The drafters with a checkpoint, whose directory comes before the number.
-_KINDS_WITH_FOLDER: Final[tuple[DrafterKind, ...]] = ("model",)
+_KINDS_WITH_FOLDER: Final[tuple[DrafterKind, ...]] = ("model", "eagle3")
+# The number of tokens of `mtp` without a number. A layer that was trained to propose
+# one token is seldom right about the fourth.
+_DEFAULT_MTP_PROPOSALS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ def parse_speculation(text: str | None) -> Speculation:
     if text == "off":
         return Speculation(max_proposals=0, uses_predictions=False)
     name, _, number = text.partition(":")
+    if text == "mtp":
+        number = str(_DEFAULT_MTP_PROPOSALS)
     kind = next((kind for kind in _KINDS if kind == name), None)
     given = short_repr(text)
     folder = ""

@@ -14,6 +14,9 @@ from protocol.settings.speculation import Speculation, parse_speculation
         ("ngram:16", Speculation("ngram", 16)),
         ("model:a/b:4", Speculation("model", 4, folder="a/b")),
         ("model:C:/a:4", Speculation("model", 4, folder="C:/a")),
+        ("mtp", Speculation("mtp", 3)),
+        ("mtp:1", Speculation("mtp", 1)),
+        ("eagle3:a/b:4", Speculation("eagle3", 4, folder="a/b")),
     ],
 )
 def test_valid_values(text: str | None, expected: Speculation) -> None:
@@ -37,6 +40,12 @@ def test_valid_values(text: str | None, expected: Speculation) -> None:
         ("model:a/b", "no directory"),
         ("model:a:b", "has no number of tokens"),
         ("model:a:17", "verifies 1 to 16"),
+        ("mtp:", "has no number of tokens"),
+        ("mtp:a/b:4", "has no number of tokens"),
+        ("mtp:17", "verifies 1 to 16"),
+        ("eagle3", '"eagle3" has no directory .*: write eagle3:DIR:4'),
+        ("eagle3:4", "no directory"),
+        ("eagle3:a:0", "verifies 1 to 16"),
         ("ngram:0", "verifies 1 to 16"),
         ("ngram:17", "verifies 1 to 16"),
     ],

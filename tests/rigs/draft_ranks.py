@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.core.batch import StepInput
 from engine.speculation.draft_model import DraftModel, read_draft_model
 from engine.worker.draft_runner import DraftRunner
+from engine.worker.drafting.load_draft import load_draft
 from engine.worker.ranks import RankExecutor, RankLinks
 from engine.worker.runner import ModelRunner
 from model.config import load_config
@@ -38,13 +39,16 @@ class DraftRanks(NamedTuple):
 
 
 def _make_rank(
-    rank: int, config: EngineConfig, draft: DraftModel, num_blocks: int
+    rank: int, config: EngineConfig, draft: DraftModel | None, num_blocks: int
 ) -> tuple[ModelRunner, DraftRunner]:
     parallel = Parallel.connect(
         rank, config.tp, rendezvous_file=config.rendezvous_file, dcp=config.dcp
     )
     runner = ModelRunner(config, load_config(config.model_dir), parallel)
-    draft_runner = DraftRunner(runner, draft)
+    draft_runner = (
+        load_draft(runner, print) if draft is None else DraftRunner(runner, draft)
+    )
+    assert draft_runner is not None
     runner.allocate(num_blocks)
     draft_runner.allocate(num_blocks)
     draft_runner.memory.pool.tensor.fill_(float("nan"))
@@ -54,7 +58,7 @@ def _make_rank(
 @contextmanager
 def draft_ranks(
     target: Path,
-    draft_folder: Path,
+    draft_folder: Path | None = None,
     *,
     size: int = 1,
     num_blocks: int = 30,
@@ -64,6 +68,7 @@ def draft_ranks(
     """Start `size` ranks with pools of `num_blocks` blocks.
 
     Args:
+        draft_folder: the draft model; None: the drafter that `speculate` names.
         options: further options of EngineConfig.
     """
     with ExitStack() as stack:
@@ -76,9 +81,11 @@ def draft_ranks(
             rendezvous_file=f"{folder}/group",
             **options,
         )
-        draft = read_draft_model(
-            config, load_config(target), str(draft_folder), max_proposals
-        )
+        draft = None
+        if draft_folder is not None:
+            draft = read_draft_model(
+                config, load_config(target), str(draft_folder), max_proposals
+            )
         pairs = [socket.socketpair() for _ in range(2 * size)]
         links = RankLinks(0, [first for first, _ in pairs[2:]])
         futures = [
@@ -92,9 +99,16 @@ def draft_ranks(
             other_links = RankLinks(rank, ends)
             running.append(thread.submit(other_links.run_steps, ranks[rank][0]))
         runners = [runner for runner, _ in ranks]
-        yield DraftRanks(
-            RankExecutor(runners[0], links), [draft for _, draft in ranks], runners
-        )
+        try:
+            yield DraftRanks(
+                RankExecutor(runners[0], links), [draft for _, draft in ranks], runners
+            )
+        except Exception:
+            # The error of another rank is the cause.
+            for future in running:
+                if future.done():
+                    future.result()
+            raise
         links.close()
         for future in running:
             future.result(WAIT_S)

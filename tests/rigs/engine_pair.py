@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from protocol import kv_params
 from protocol.messages import AbortRequest, AddRequest, SamplingParams, TokenDelta
 from tests.ports import reserved_ports
-from tests.rigs.engines import SECRET, Engine, Group, RealEngine, _names
+from tests.rigs.engines import SECRET, Engine, Group, _names
 from tests.rigs.memory_pair import run_round
+from tests.rigs.real_engine import RealEngine
 from tests.rigs.shadow import MemoryTransport, add
 
 _SHARED_OPTIONS = {

@@ -12,21 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 from msgspec.structs import replace
 
 from engine.config import EngineConfig
-from engine.geometry import kv_groups
 from engine.kv.borrower import Borrower
 from engine.kv.connector import Connector
 from engine.kv.host_tier import HostTier
 from engine.kv.lender import Lender
 from engine.kv.rates import BorrowMode, Rates
-from engine.worker.memory import make_memory, max_sequence_tokens_in
-from engine.worker.runner import ModelRunner
+from engine.worker.memory import max_sequence_tokens_in
 from kvcache.blocks import BlockState
 from kvcache.groups import KVGroups
 from kvcache.layout import KVLayout
@@ -35,8 +31,6 @@ from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
 from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.pulls.messages import PullSettings
-from model.config import load_config
-from model.parallel import Parallel
 from protocol import kv_params
 from protocol.handshake import DIGEST_VERSION, CompatRecord
 from protocol.kv_offers import Offer
@@ -364,55 +358,6 @@ class WindowedEngine(Engine):
         )
         executor.pool = PooledSlots(pool)
         return executor
-
-
-class RealEngine(Engine):
-    """An engine that runs `model` in float32."""
-
-    def __init__(self, model: Path, **options: Any) -> None:
-        self._folder = model
-        self._model = load_config(model)
-        self.groups, self._layer_groups = kv_groups(self._model)
-        record = compat(
-            num_layers=self._model.num_layers,
-            total_kv_heads=self._model.kv_heads_total,
-            num_components=self._model.kv_components,
-            head_dim=self._model.kv_dim,
-            rope=self._model.rope_canonical,
-            kv_windows=self.groups.to_wire(),
-        )
-        super().__init__(
-            compat=record,
-            num_blocks=120 * self.groups.count,
-            groups=self.groups,
-            max_model_len=400,
-            max_num_batched_tokens=150,
-            **options,
-        )
-
-    def make_pool(
-        self, num_blocks: int, order: str, size: int, compat: CompatRecord
-    ) -> KVPool:
-        layout = KVLayout(
-            order,
-            num_blocks,
-            compat.total_kv_heads,
-            max(map(len, self._layer_groups)),
-            compat.num_components,
-            size,
-            compat.head_dim,
-            compat.kv_dtype,
-        )
-        return KVPool(layout, groups=self.groups)
-
-    def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
-        (pool,) = self.pools
-        config = make_config(
-            model_dir=str(self._folder), block_size=pool.layout.block_size
-        )
-        runner = ModelRunner(config, self._model, Parallel())
-        runner.memory = make_memory(config, self._model, runner.model, pool)
-        return SimpleNamespace(depth=0, launch=runner.launch)
 
 
 class Group:

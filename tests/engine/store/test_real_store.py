@@ -8,7 +8,7 @@ from protocol.messages import ResumedChoice, SamplingParams
 from tests.engine.store.test_region import evict_all
 from tests.model.random_models import continued, make
 from tests.model.test_against_transformers import CASES
-from tests.rigs.engines import RealEngine
+from tests.rigs.real_engine import RealEngine
 from tests.rigs.shadow import add
 from tests.rigs.stores import FixedLink, Store, TieredGroup
 

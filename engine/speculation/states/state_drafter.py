@@ -1,0 +1,401 @@
+"""Proposes the tokens that an MTP layer or an EAGLE-3 drafter draws.
+
+Such a drafter has one layer. Its row of position p reads token p + 1 and the hidden
+state of position p in the engine's model, and predicts token p + 2. Tokens are drawn as
+those of a draft model are (model_drafter.py), and KV is where that of a draft model is
+(draft_kv.py).
+
+- Every step of the engine's model stores the states of its last rows in slots of the
+  ranks' tables (StateTableSizes). A sequence has `slots_per_sequence` of them, and
+  position p uses slot p modulo this number.
+- Rows of a prompt are computed in a step of the drafter right behind the step that
+  computed their states. Rows of a sequence that decodes are computed in its next round,
+  or when the sequence has _MAX_BACKLOG of them.
+- In a round, the first step computes the missing rows of each sequence; all their
+  tokens are known. Each further step reads the draws and the outputs of the step
+  before, which are still on the device. The next round computes these rows again, from
+  states of the engine's model.
+
+Some states never exist on this server: those of tokens whose KV was pulled, or that the
+prefix cache had. Of these tokens, the drafter sees those whose blocks have draft KV of
+the same tokens (state_blocks.py). Its block table leaves out the other blocks. If the
+first state is in the middle of a block, its position takes the first slot of this
+block. No other sequence uses the slot, because the engine's model has yet to write to
+the block. Positions for rotary embeddings are always those of the tokens.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequenceable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core.batch import Executor, PendingStep, StepInput
+from engine.core.plan import Scheduled
+from engine.core.sequence import Phase, Sequence
+from engine.speculation.model_drafter import DraftLimits
+from engine.speculation.states.state_blocks import StateBlocks
+from engine.speculation.states.state_rounds import DraftRows, StateRound, kv_step
+from model.drafters.state_sizes import StateTableSizes
+
+# The rows of a decoding sequence that wait for its next round. More of them are
+# computed without a round.
+_MAX_BACKLOG: Final = 8
+# The backlog of a sequence may grow by these rows before it is computed: tokens in
+# steps ahead, and steps that have no free tokens for it.
+_SPARE_SLOTS: Final = 8
+
+
+def slots_per_sequence(max_proposals: int) -> int:
+    """The slots for states of one sequence. A verification writes states of rejected
+    tokens, too."""
+    return _MAX_BACKLOG + _SPARE_SLOTS + 1 + max_proposals
+
+
+def state_table_sizes(config: EngineConfig, max_proposals: int) -> StateTableSizes:
+    """The sizes of each rank's table of states."""
+    return StateTableSizes(
+        num_slots=config.max_num_seqs * slots_per_sequence(max_proposals),
+        max_outputs=config.max_step_rows,
+        max_tokens=max(config.max_num_batched_tokens, config.max_step_rows),
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _StoredStates:
+    """The states of a sequence that are in slots.
+
+    Attributes:
+        first_slot: the first slot of the sequence.
+        context: the indices of the blocks before `drafted_from` that have draft KV.
+        drafted_from: the position from which on all positions have draft KV, up to
+            `Sequence.num_drafted`.
+        hashes: see StateBlocks.
+        start, stop: the positions with states.
+        written_stop: the position after the last one whose state was ever written.
+    """
+
+    first_slot: int
+    context: list[int] = field(default_factory=list)
+    drafted_from: int = 0
+    start: int = -1
+    stop: int = -1
+    written_stop: int = -1
+    hashes: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _PlannedItem:
+    """What a step of the engine's model does for the drafter.
+
+    Attributes:
+        item: the tokens of a sequence that the step computes.
+        first_row: the index of the first of them in the step.
+        computed: the rows that the drafter computes right behind the step.
+    """
+
+    item: Scheduled
+    first_row: int
+    states: _StoredStates
+    computed: range
+
+    @property
+    def stored(self) -> range:
+        """The positions whose states the step stores."""
+        stop = self.item.start + self.item.num_tokens
+        return range(max(self.item.start, self.computed.stop), stop)
+
+
+class StateDrafter:
+    """Implements drafter.StateReadingDrafter.
+
+    Args:
+        name: the value of the label `drafter` of the metrics.
+        executor: runs steps of the drafter on all ranks.
+        max_seqs: the largest number of running sequences.
+    """
+
+    uses_device = True
+
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        limits: DraftLimits,
+        table: StateTableSizes,
+        max_seqs: int,
+    ) -> None:
+        self.name = name
+        self._executor = executor
+        self._limits = limits
+        self._table = table
+        self._block_size = limits.sizes.tokens_per_block
+        self._blocks = StateBlocks(self._block_size, limits.groups)
+        self._num_slots = slots_per_sequence(limits.max_proposals)
+        self._free_slots = [index * self._num_slots for index in range(max_seqs)]
+        self._stored: dict[Sequence, _StoredStates] = {}
+        self._planned: list[_PlannedItem] = []
+        self._kv_step: StepInput | None = None
+
+    # -- steps of the engine's model ----------------------------------------------
+
+    def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
+        self._release_ended()
+        self._planned = self._plan(scheduled)
+        self._kv_step = self._build_kv_step()
+        rows: list[int] = []
+        slots: list[int] = []
+        for planned in self._planned:
+            offset = planned.first_row - planned.item.start
+            for position in planned.stored:
+                rows.append(position + offset)
+                slots.append(self._slot(planned.states, position))
+        return replace(
+            step,
+            stored_rows=np.array(rows, np.int32),
+            stored_slots=np.array(slots, np.int32),
+        )
+
+    def follow(self) -> None:
+        for planned in self._planned:
+            self._commit(planned)
+        if self._kv_step is not None:
+            # The step draws nothing, and steps run in the order of their launches.
+            self._executor.launch(self._kv_step)
+        for planned in self._planned:
+            # A sequence may have ended since the step was prepared.
+            is_running = planned.item.sequence.phase is Phase.RUNNING
+            if planned.computed and is_running:
+                self._record(planned.item.sequence, planned.computed)
+        self._planned = []
+        self._kv_step = None
+
+    def _release_ended(self) -> None:
+        """Makes the slots of sequences that do not run free. Steps that store states of
+        such a sequence run before those of a sequence that gets the slots later."""
+        ended = [s for s in self._stored if s.phase is not Phase.RUNNING]
+        for sequence in ended:
+            self._free_slots.append(self._stored.pop(sequence).first_slot)
+
+    def _plan(self, scheduled: Sequenceable[Scheduled]) -> list[_PlannedItem]:
+        planned = [
+            _PlannedItem(item, first_row, states, self._rows_to_compute(item))
+            for item, first_row in _with_first_rows(scheduled)
+            if (states := self._states_for(item)) is not None
+        ]
+        # Rows whose states are not going to be stored come first.
+        planned.sort(key=lambda planned: planned.computed.stop <= planned.item.start)
+        num_left = self._limits.max_step_tokens
+        for entry in planned:
+            if len(entry.computed) > num_left:
+                entry.computed = range(entry.computed.start, entry.computed.start)
+            num_left -= len(entry.computed)
+        return planned
+
+    def _states_for(self, item: Scheduled) -> _StoredStates | None:
+        """The stored states of a sequence, for a step that continues it. If the draft
+        KV and the states before the step are incomplete, the drafter's context begins
+        at the step. Returns None if no slots are free."""
+        sequence = item.sequence
+        states = self._stored.get(sequence)
+        if states is None:
+            if not self._free_slots:
+                return None
+            states = _StoredStates(self._free_slots.pop())
+            self._stored[sequence] = states
+        first = max(states.start, states.drafted_from)
+        is_continued = first <= sequence.num_drafted <= item.start <= states.stop
+        is_prompt = _known_stop(item) > item.start
+        # The step may store states in the slots of those that the drafter reads then.
+        if is_prompt and sequence.num_drafted < item.start:
+            is_continued = False
+        if not is_continued:
+            self._begin(sequence, states, item.start)
+        return states
+
+    def _begin(self, sequence: Sequence, states: _StoredStates, start: int) -> None:
+        """Begins to draft a sequence with the position `start`. Its context also has
+        the blocks before it that have draft KV."""
+        num_full = start // self._block_size
+        self._blocks.add_hashes(states.hashes, sequence, num_full)
+        blocks = self._blocks.blocks_of(sequence)[:num_full]
+        states.context = self._blocks.filled(blocks, states.hashes)
+        states.drafted_from = start
+        states.start = start
+        states.stop = start
+        states.written_stop = start
+        sequence.num_drafted = start
+
+    def _rows_to_compute(self, item: Scheduled) -> range:
+        """The rows of a sequence that are computed right behind the step."""
+        start = item.sequence.num_drafted
+        stop = _known_stop(item)
+        if stop <= item.start and stop - start <= _MAX_BACKLOG:
+            return range(start, start)
+        return range(start, max(start, stop))
+
+    def _build_kv_step(self) -> StepInput | None:
+        streams = []
+        for planned in self._planned:
+            if not planned.computed:
+                continue
+            start = planned.item.start
+            first_row = self._table.first_token + planned.first_row
+            states = [
+                first_row + position - start
+                if position >= start
+                else self._slot(planned.states, position)
+                for position in planned.computed
+            ]
+            stream = self._make_rows(planned.item.sequence, planned.states, states)
+            self._blocks.forget(self._written_blocks(stream))
+            streams.append(stream)
+        if not streams:
+            return None
+        return kv_step(streams, self._limits.sizes)
+
+    def _commit(self, planned: _PlannedItem) -> None:
+        """Records the states that a launched step stores."""
+        states = planned.states
+        stored = planned.stored
+        if planned.computed.stop > planned.item.start:
+            states.start = stored.start
+        states.stop = stored.stop
+        states.written_stop = max(states.written_stop, stored.stop)
+        states.start = max(states.start, states.written_stop - self._num_slots)
+
+    # -- rounds ---------------------------------------------------------------------
+
+    def propose(
+        self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
+    ) -> list[list[int]]:
+        streams = [
+            self._make_stream(sequence, limit)
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+        planned = self._select([stream for stream in streams if stream is not None])
+        if planned:
+            self._run(planned)
+        for stream in planned:
+            self._record(stream.sequence, range(stream.start, stream.stop))
+        return [stream.proposals if stream is not None else [] for stream in streams]
+
+    def _make_stream(self, sequence: Sequence, limit: int) -> DraftRows | None:
+        """The rows of a round; None if a state is missing."""
+        num_tokens = len(sequence.token_ids)
+        # The last row is computed even if it has draft KV, because the first proposal
+        # is drawn from its logits.
+        start = min(sequence.num_drafted, num_tokens - 2)
+        stop = num_tokens - 1
+        limit = min(
+            limit, self._limits.max_proposals, self._limits.max_len - num_tokens + 1
+        )
+        states = self._stored.get(sequence)
+        if limit <= 0 or states is None:
+            return None
+        if start < max(states.start, states.drafted_from) or stop > states.stop:
+            return None
+        slots = [self._slot(states, position) for position in range(start, stop)]
+        stream = self._make_rows(sequence, states, slots)
+        stream.start = start
+        stream.limit = limit
+        return stream
+
+    def _select(self, streams: list[DraftRows]) -> list[DraftRows]:
+        """Returns the streams of a round, those with the fewest rows first. Gives them
+        scratch blocks."""
+        num_left = self._limits.max_step_tokens
+        num_scratch = 0
+        selected: list[DraftRows] = []
+        for stream in sorted(streams, key=lambda stream: len(stream.states)):
+            if len(stream.states) > num_left:
+                break
+            num_own = len(stream.blocks) * self._block_size
+            if stream.num_written > num_own:
+                if num_scratch < self._limits.sizes.max_scratch_seqs:
+                    stream.scratch = num_scratch
+                    num_scratch += 1
+                else:
+                    stream.limit = num_own - stream.context_len + 1
+            num_left -= len(stream.states)
+            self._blocks.forget(self._written_blocks(stream))
+            selected.append(stream)
+        return selected
+
+    def _run(self, streams: list[DraftRows]) -> None:
+        """Runs the steps of a round, and stores the draws as proposals."""
+        draft_round = StateRound(streams, self._limits.sizes, self._table)
+        num_rows = sum(len(stream.states) for stream in streams)
+        launched: deque[tuple[PendingStep, dict[DraftRows, int]]] = deque()
+        step: StepInput | None = draft_round.first_step(
+            as_rows=num_rows <= self._limits.max_graph_rows
+        )
+        while step is not None or launched:
+            if step is not None:
+                launched.append((self._executor.launch(step), draft_round.rows))
+                step = draft_round.next_step()
+            if step is not None and len(launched) <= self._executor.depth:
+                continue
+            pending, rows = launched.popleft()
+            token_ids = pending.result().token_ids
+            for stream, row in rows.items():
+                stream.proposals.append(token_ids[row])
+
+    # -- rows -------------------------------------------------------------------------
+
+    def _slot(self, states: _StoredStates, position: int) -> int:
+        return states.first_slot + position % self._num_slots
+
+    def _make_rows(
+        self, sequence: Sequence, states: _StoredStates, table_rows: list[int]
+    ) -> DraftRows:
+        """The next rows of a sequence, from `num_drafted` on."""
+        blocks = self._blocks.blocks_of(sequence)
+        context = [blocks[index] for index in states.context]
+        own_blocks = blocks[states.drafted_from // self._block_size :]
+        num_skipped = states.drafted_from - len(context) * self._block_size
+        return DraftRows(
+            sequence,
+            blocks=context + own_blocks,
+            num_skipped=num_skipped,
+            start=sequence.num_drafted,
+            states=table_rows,
+        )
+
+    def _written_blocks(self, stream: DraftRows) -> list[int]:
+        """The blocks of the sequence to which its rows are written."""
+        first = (stream.start - stream.num_skipped) // self._block_size
+        return stream.blocks[first : -(-stream.num_written // self._block_size)]
+
+    def _record(self, sequence: Sequence, computed: range) -> None:
+        """Records that positions have draft KV."""
+        sequence.num_drafted = max(sequence.num_drafted, computed.stop)
+        states = self._stored[sequence]
+        if states.drafted_from % self._block_size:
+            return  # the slots of positions are not those of the engine's KV
+        num_full = sequence.num_drafted // self._block_size
+        self._blocks.add_hashes(states.hashes, sequence, num_full)
+        self._blocks.record_blocks(
+            self._blocks.blocks_of(sequence),
+            states.hashes,
+            range(computed.start // self._block_size, num_full),
+        )
+
+
+def _known_stop(item: Scheduled) -> int:
+    """The position after the last one of an item whose next token is known. The next
+    token of a proposal is not."""
+    num_known = len(item.sequence.token_ids) - 1
+    return min(item.start + item.num_tokens, num_known)
+
+
+def _with_first_rows(
+    scheduled: Sequenceable[Scheduled],
+) -> Iterator[tuple[Scheduled, int]]:
+    first_row = 0
+    for item in scheduled:
+        yield item, first_row
+        first_row += item.num_tokens

@@ -1,0 +1,99 @@
+"""Servers with an MTP layer or an EAGLE-3 drafter give the answers of servers without
+one, and accept most proposals of drafters that were trained for the model."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.make_models import ensure_model
+from tests.rigs.client import MODEL, TIMEOUT_S
+from tests.rigs.cluster import Server, assert_idle, cluster, start_decode, started
+from tests.rigs.plain_http import http
+from tests.rigs.state_drafts import engine_options
+
+_PROMPT = "Anna found a red ball. Ben found a red ball, too. Anna lost her red ball."
+_REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 3, "n": 2},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "presence_penalty": 0.5},
+]
+
+
+def _answers(url: str, options: dict[str, Any]) -> tuple[list[str], int, int]:
+    """Return the texts of an answer, and how many proposals were accepted and
+    rejected."""
+    body = {"model": MODEL, "prompt": _PROMPT, "max_tokens": 150, "ignore_eos": True}
+    response = http.post(
+        f"{url}/v1/completions", json={**body, **options}, timeout=TIMEOUT_S
+    )
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    details = answer["usage"]["completion_tokens_details"]
+    return (
+        [choice["text"] for choice in answer["choices"]],
+        details["accepted_prediction_tokens"],
+        details["rejected_prediction_tokens"],
+    )
+
+
+def _assert_equal_answers(drafting: Server, url: str, plain_url: str) -> None:
+    """Compare answers, and the counts of proposals with the metrics of the server that
+    drafts."""
+    counts = [0, 0]
+    for options in _REQUESTS:
+        texts, *answer_counts = _answers(url, options)
+        assert texts == _answers(plain_url, options)[0]
+        counts = [a + b for a, b in zip(counts, answer_counts, strict=True)]
+    num_accepted, num_rejected = counts
+    metrics = drafting.metrics()
+    (accepted,) = (
+        value
+        for name, value in metrics.items()
+        if name.startswith("baton_speculative_accepted_tokens_total")
+        and ('"mtp"' in name or '"eagle3"' in name)
+    )
+    assert accepted == num_accepted
+    assert num_accepted > num_rejected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "argv"),
+    [("mtp-gqa", ()), ("mtp-mla", ("--tp", "2")), ("eagle3-gqa", ())],
+    ids=["mtp", "mtp on two ranks", "eagle3"],
+)
+def test_answers_are_those_without_a_drafter(kind, argv) -> None:
+    folder, speculate = engine_options(kind, 2)
+    start = partial(start_decode, folder)
+    with started(start, partial(start, "--speculate", speculate, *argv)) as servers:
+        plain, drafting = servers
+        _assert_equal_answers(drafting, drafting.url, plain.url)
+        assert_idle(*servers)
+
+
+@pytest.mark.slow
+def test_pulled_prompts_are_continued_with_proposals() -> None:
+    """Only the decode server has the drafter."""
+    folder, speculate = engine_options("mtp-gqa", 2)
+    argv = ("--speculate", speculate)
+    with (
+        started(partial(start_decode, folder)) as (plain,),
+        cluster(folder, decode_argv=argv) as pair,
+    ):
+        _assert_equal_answers(pair.decode[0], pair.url, plain.url)
+        assert_idle(plain, *pair.prefill, *pair.decode)
+
+
+@pytest.mark.parametrize(
+    ("speculate", "message"),
+    [
+        ("mtp", "--speculate mtp: this model has no MTP layer"),
+        ("eagle3:no/such:4", "--speculate eagle3:no/such: .* is not a directory"),
+    ],
+)
+def test_drafter_that_does_not_exist_is_refused_at_the_start(
+    speculate, message
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        start_decode(ensure_model("gqa"), "--speculate", speculate)

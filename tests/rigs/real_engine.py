@@ -1,0 +1,103 @@
+"""An engine of the in-process rig (engines.py) that runs a real model."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from engine.geometry import kv_groups
+from engine.speculation.drafter import Drafter
+from engine.speculation.speculator import Speculator
+from engine.worker.draft_runner import DraftRunner
+from engine.worker.drafting.load_draft import load_draft
+from engine.worker.memory import make_memory
+from engine.worker.runner import ModelRunner
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.stripe import Stripe
+from model.config import load_config
+from model.parallel import Parallel
+from protocol.handshake import CompatRecord
+from tests.rigs.drafters import VerifyEverything
+from tests.rigs.engines import Engine, make_config
+from tests.rigs.memory_pair import compat
+
+
+class RealEngine(Engine):
+    """An engine that runs `model` in float32.
+
+    Args:
+        speculate: the drafter that reads states of the model.
+
+    Attributes:
+        draft: this drafter's runner; None if there is none.
+    """
+
+    draft: DraftRunner | None = None
+
+    def __init__(
+        self, model: Path, *, speculate: str | None = None, **options: Any
+    ) -> None:
+        self._folder = model
+        self._speculate = speculate
+        self._model = load_config(model)
+        self.groups, self._layer_groups = kv_groups(self._model)
+        record = compat(
+            num_layers=self._model.num_layers,
+            total_kv_heads=self._model.kv_heads_total,
+            num_components=self._model.kv_components,
+            head_dim=self._model.kv_dim,
+            rope=self._model.rope_canonical,
+            kv_windows=self.groups.to_wire(),
+        )
+        super().__init__(
+            compat=record,
+            num_blocks=120 * self.groups.count,
+            groups=self.groups,
+            max_model_len=400,
+            max_num_batched_tokens=150,
+            **options,
+        )
+
+    def make_pool(
+        self, num_blocks: int, order: str, size: int, compat: CompatRecord
+    ) -> KVPool:
+        layout = KVLayout(
+            order,
+            num_blocks,
+            compat.total_kv_heads,
+            max(map(len, self._layer_groups)),
+            compat.num_components,
+            size,
+            compat.head_dim,
+            compat.kv_dtype,
+        )
+        return KVPool(layout, groups=self.groups)
+
+    def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
+        (pool,) = self.pools
+        config = make_config(
+            model_dir=str(self._folder),
+            block_size=pool.layout.block_size,
+            role="decode" if self._speculate else "prefill",
+            speculate=self._speculate,
+        )
+        runner = ModelRunner(config, self._model, Parallel())
+        runner.memory = make_memory(config, self._model, runner.model, pool)
+        self.draft = load_draft(runner, lambda progress: None)
+        if self.draft is None:
+            return SimpleNamespace(depth=0, launch=runner.launch)
+        self.draft.allocate(pool.layout.num_blocks)
+        self.draft.memory.pool.tensor.fill_(float("nan"))
+        draft = self.draft
+        return SimpleNamespace(
+            depth=0,
+            launch=lambda step: (draft if step.is_draft else runner).launch(step),
+        )
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Let steps verify all proposals of a drafter."""
+        limits = dataclasses.replace(self.core.scheduler.limits, max_proposals=16)
+        speculator = Speculator(limits, [drafter], policy=VerifyEverything())
+        self.core.speculator = speculator
+        self.core._steps._states = speculator

@@ -303,6 +303,12 @@ def _num_stored(cluster: Machines, port: int) -> float:
     )
 
 
+def _uses_store(cluster: Machines, port: int) -> bool:
+    """Return whether a server on host a can use the store."""
+    series = cluster.metrics("a", port)
+    return sum(series[name] for name in series if "baton_host_kv_up" in name) == 1
+
+
 def test_all_services_on_one_host_use_mapped_memory(image, models, reference, tmp_path):
     profiles = {"a": ("prefill", "decode", "proxy", "store")}
     with machines(
@@ -318,6 +324,9 @@ def test_all_services_on_one_host_use_mapped_memory(image, models, reference, tm
         cluster.url = "http://127.0.0.1:8000"
         with cluster.hosts.inside("a"):
             wait_until(cluster.is_ready, 180)
+            # KV that is computed before a server can use the store is not offered.
+            for port in (8100, 8200):
+                wait_until(lambda port=port: _uses_store(cluster, port), 60)
             prompt = make_prompt(99_000, 300)
             answer = complete(cluster.url, prompt, 8)
             # The store keeps what both servers have, across their containers.

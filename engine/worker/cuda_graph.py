@@ -7,11 +7,6 @@ attention backend, and the tokens of the previous step in `LastSampledTokens`. T
 also writes its own greedy draws to `LastSampledTokens`. Padding rows read and write the
 null block, and their outputs are dropped.
 
-The device begins a graph when the host has submitted all its kernels, which takes
-0.4 ms with an 8B model. So the first layers are a graph of their own: the host submits
-the other layers while the device runs the first. This helps steps that are not launched
-ahead, such as those after a verification.
-
 Small steps with prompt tokens would also wait for the host, up to 19 ms with an 8B
 model. With graphs, such a step of 128 tokens takes 6.6 ms on an H200. The division of
 attention into kernels depends on the sequences, so graphs do not contain attention: one
@@ -21,7 +16,7 @@ backend's answer.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -35,7 +30,6 @@ from engine.core.batch import StepInput
 from engine.sampling.sampler import LastSampledTokens, PendingScores, greedy
 from model.attention_layers import AttentionQueries, AttentionQuery
 from model.decoder import StateCapture, StepModel
-from model.decoder_layer import run_queries
 
 logger = logging.getLogger("baton.engine")
 
@@ -43,8 +37,6 @@ logger = logging.getLogger("baton.engine")
 # padded, which costs little compared to reading weights. Steps of more than 768 tokens
 # take longer on the device than on the host, so graphs would gain nothing.
 _PROMPT_SIZES: Final = (16, 32, 64, 96, *range(128, 512, 64), *range(512, 769, 128))
-# The part of the layers in the first of the two graphs of a decode step.
-_FIRST_PART: Final = 1 / 8
 # Numbers of rows for which cuBLASLt is faster than cuBLAS, as measured on an H200.
 _CUBLASLT_ROWS: Final = range(32, 193)
 
@@ -129,9 +121,9 @@ class DecodeGraphs:
         self._complements, self._positions = self._inputs.unbind()
         self._capture = model.new_capture(captured_layers, max_seqs)
         self._sizes = captured_sizes(max_seqs)
-        # The graphs of a step and its outputs, by number of rows. Every replay
-        # overwrites the outputs of all steps, because the graphs share memory.
-        self._graphs: dict[int, tuple[list[torch.cuda.CUDAGraph], LogitsOutput]] = {}
+        # Graphs and their outputs, by number of rows. Every replay overwrites the
+        # outputs of all graphs, because the graphs share memory.
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, LogitsOutput]] = {}
 
     def capture(self) -> None:
         """Captures every size. The largest comes first, so that the graphs of smaller
@@ -144,8 +136,16 @@ class DecodeGraphs:
             # during a capture.
             self._step(size)
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the capture allocates from a pool of its own
-            self._graphs[size] = self._capture_step(size, pool)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
+            # concurrently.
+            with torch.cuda.graph(
+                graph,
+                pool=pool,
+                stream=torch.cuda.current_stream(),
+                capture_error_mode="thread_local",
+            ):
+                self._graphs[size] = (graph, self._step(size))
         torch.cuda.synchronize()
         logger.info(
             "captured %d decode graphs in %.1f s",
@@ -153,46 +153,12 @@ class DecodeGraphs:
             time.perf_counter() - started_s,
         )
 
-    def _capture_step(
-        self, num_rows: int, pool: Any
-    ) -> tuple[list[torch.cuda.CUDAGraph], LogitsOutput]:
-        """Captures a step in a memory pool."""
-        graphs: list[torch.cuda.CUDAGraph] = []
-
-        def begin_graph() -> None:
-            if graphs:
-                graphs[-1].capture_end()
-            graphs.append(torch.cuda.CUDAGraph())
-            # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
-            # concurrently.
-            graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
-
-        begin_graph()
-        output = self._step(num_rows, after_first_part=begin_graph)
-        graphs[-1].capture_end()
-        return graphs, output
-
-    def _step(
-        self, num_rows: int, after_first_part: Callable[[], None] = lambda: None
-    ) -> LogitsOutput:
-        """Runs a step.
-
-        Args:
-            after_first_part: called once, when the first layers have run; see
-                _FIRST_PART. Not called if the model has one layer only.
-        """
+    def _step(self, num_rows: int) -> LogitsOutput:
         with _fastest_blas(num_rows):
             token_ids = self._last_drawn.resolve(self._complements[:num_rows])
             capture = self._capture and self._capture.first_rows(num_rows)
-            queries = self._model.attention_queries(
-                token_ids,
-                self._positions[:num_rows],
-                self._backend.applies_rope,
-                capture=capture,
-            )
-            first_part = max(1, int(_FIRST_PART * len(self._backend.layers)))
-            hidden = run_queries(
-                _call_before_layer(queries, first_part, after_first_part), self._backend
+            hidden = self._model.forward(
+                token_ids, self._positions[:num_rows], self._backend, capture=capture
             )
             logits = self._model.raw_logits(hidden)
             greedy_ids = greedy(logits, self._last_drawn.token_ids[:num_rows])
@@ -227,9 +193,8 @@ class DecodeGraphs:
         self._backend.plan_for_graph(
             step.attention_batch(self._block_size, self._backend.num_groups), size
         )
-        graphs, output = self._graphs[size]
-        for graph in graphs:
-            graph.replay()
+        graph, output = self._graphs[size]
+        graph.replay()
         assert output.greedy_ids is not None
         return LogitsOutput(
             output.raw_logits[:num_seqs],
@@ -238,31 +203,12 @@ class DecodeGraphs:
         )
 
     def replay(self, num_seqs: int) -> None:
-        """Launches the step of `num_seqs` sequences again, with the inputs and the
+        """Launches the graph for `num_seqs` sequences again, with the inputs and the
         attention plan of the last `run`."""
-        graphs, _ = self._graphs[self._size_for(num_seqs)]
-        for graph in graphs:
-            graph.replay()
+        self._graphs[self._size_for(num_seqs)][0].replay()
 
     def _size_for(self, num_seqs: int) -> int:
         return next(size for size in self._sizes if size >= num_seqs)
-
-
-def _call_before_layer(
-    queries: AttentionQueries, layer: int, call: Callable[[], None]
-) -> AttentionQueries:
-    """Runs a generator of attention queries, and calls `call` before the query of a
-    layer."""
-    query = next(queries)
-    while True:
-        if query.layer == layer:
-            call()
-        answer = yield query
-        try:
-            query = queries.send(answer)
-        except StopIteration as end:
-            hidden: Tensor = end.value
-            return hidden
 
 
 def _null_batch(num_groups: int) -> AttentionBatch:

@@ -26,7 +26,6 @@ from benchmarks.advice.advise import (
     predict_all,
     server_options,
 )
-from benchmarks.advice.calibrate import USUAL_STEP_TOKENS
 from benchmarks.advice.constants import HostConstants
 from benchmarks.advice.deployments import deployments
 from benchmarks.advice.options import add_server_options
@@ -36,11 +35,13 @@ from benchmarks.advice.predict import (
     predict,
     recommended,
 )
+from benchmarks.advice.saturation import USUAL_STEP_TOKENS
 from benchmarks.advice.servers import ServerOptions, running_servers
 from benchmarks.advice.verify import (
     NUM_RUNS,
     Measured,
     Run,
+    connect_servers,
     load_of_run,
     run_deployment,
 )
@@ -176,6 +177,7 @@ def measure_cases(
             if each.deployment.prefills == prefills
         ]
         with running_servers(options, prefills, decodes) as servers:
+            connect_servers(servers)
             # The two runs of a case are far apart, so a disturbance of the host does
             # not hit both.
             for number, (case, prediction) in itertools.product(

@@ -10,6 +10,7 @@ replicas. All of them run while one is measured, as they do later.
 4. Streams and prompts on several servers at the same time: how much the servers slow
    each other down.
 5. Prompts through a prefill and a decode server: the hand-over of KV.
+6. Saturating loads on each arrangement of the servers (saturation.py).
 """
 
 import asyncio
@@ -19,9 +20,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
-from benchmarks.advice.client import Client, Endpoint, connect, probe_s
+from benchmarks.advice.client import (
+    Client,
+    ClosedLoop,
+    Endpoint,
+    connect,
+    probe_s,
+)
 from benchmarks.advice.constants import HostConstants
-from benchmarks.advice.deployments import Deployment
+from benchmarks.advice.deployments import Deployment, arrangements, split
 from benchmarks.advice.fit import (
     DecodeSample,
     PromptSample,
@@ -30,7 +37,13 @@ from benchmarks.advice.fit import (
     fit_prompts,
     fit_slowdowns,
 )
-from benchmarks.advice.processors import OtherPrograms, children
+from benchmarks.advice.processors import (
+    OtherPrograms,
+    children,
+    is_disturbed,
+    typical_s,
+)
+from benchmarks.advice.saturation import USUAL_STEP_TOKENS, measure_correction
 from benchmarks.advice.servers import (
     RunningServers,
     ServerOptions,
@@ -50,15 +63,9 @@ _SHORT_PROMPT = 16
 _DECODE_TOKENS = 32
 # Lengths of prompts where a step has 512 prompt tokens, as on a CPU. With larger steps,
 # as on a GPU, they are as many times as long.
-USUAL_STEP_TOKENS = 512
 _PROMPT_LENGTHS = (32, 128, 512, 1536)
 _LONG_CONTEXT = 1024
-_REPEATS = 3
-# A run is undisturbed if other programs use at most this share of the processors. Runs
-# are repeated until _UNDISTURBED_RUNS were undisturbed, or until the maximum.
-_MAX_OTHER_SHARE = 0.1
-_UNDISTURBED_RUNS = 3
-_MAX_RUNS = 6
+_REPEATS = 5
 # Streams of each server, and tokens of each prompt (as above), with which the slowdown
 # of several servers is measured.
 _SHARED_STREAMS = 4
@@ -69,7 +76,7 @@ _SHARED_PROMPTS = 8  # of each server
 _WORK_REQUESTS = 24
 _WORK_IN_FLIGHT = 4
 _ONE = Deployment("one server", 0, 1, "round_robin", "never", pulls=False)
-_PAIR = Deployment("a pair", 1, 1, "auto", "always", pulls=True)
+_PAIR = split(1, 1, "always")
 
 
 class _Calibration:
@@ -166,31 +173,34 @@ class _Calibration:
 
         return await self._typical(once)
 
-    async def request_work_s(self, client: Client) -> float:
-        """Return the processor time of a request with a short prompt and one token."""
+    async def request_work_s(self, client: Client, num_outputs: int = 1) -> float:
+        """Return the processor time outside of engines of a request with a short
+        prompt.
+        """
 
         async def once() -> float:
             before_s = client.work_s()
             await self._send_prompts(
-                client, _WORK_REQUESTS, _WORK_IN_FLIGHT, self._lengths[1]
+                client, _WORK_REQUESTS, _WORK_IN_FLIGHT, self._lengths[1], num_outputs
             )
             return (client.work_s() - before_s) / _WORK_REQUESTS
 
         return await self._typical(once)
 
-    async def _typical(self, run: Callable[[], Awaitable[float]]) -> float:
-        """Return the median time of undisturbed runs; of all runs if too few were
-        undisturbed, because other programs then run all the time.
+    async def engine_work_s(self, client: Client) -> float:
+        """Return the processor time of `Client.engine_pids` for a request with two
+        tokens.
         """
-        seconds: list[float] = []
-        undisturbed: list[float] = []
-        while len(undisturbed) < _UNDISTURBED_RUNS and len(seconds) < _MAX_RUNS:
-            others = OtherPrograms(self._pids)
-            seconds.append(await run())
-            if not is_disturbed(others.processors()):
-                undisturbed.append(seconds[-1])
-        is_idle = len(undisturbed) == _UNDISTURBED_RUNS
-        return statistics.median(undisturbed if is_idle else seconds)
+
+        async def once() -> float:
+            before_s = client.engine_work_s()
+            await self._send_prompts(client, _WORK_REQUESTS, 1, self._lengths[1], 2)
+            return (client.engine_work_s() - before_s) / _WORK_REQUESTS
+
+        return await self._typical(once)
+
+    async def _typical(self, run: Callable[[], Awaitable[float]]) -> float:
+        return await typical_s(self._pids, run)
 
     async def delivery_work_s(self, client: Client, streams: int) -> float:
         """Return the processor time to deliver the tokens of a step.
@@ -213,18 +223,18 @@ class _Calibration:
         return await self._typical(once)
 
     async def _send_prompts(
-        self, client: Client, count: int, in_flight: int, num_tokens: int
+        self,
+        client: Client,
+        count: int,
+        in_flight: int,
+        num_tokens: int,
+        num_outputs: int = 1,
     ) -> float:
         """Send prompts, `in_flight` at a time. Return the seconds that they took."""
-        slots = asyncio.Semaphore(in_flight)
-
-        async def send() -> None:
-            async with slots:
-                await client.send(num_tokens, 1, self._next_seed())
-
-        started_at = time.perf_counter()
-        await asyncio.gather(*(send() for _ in range(count)))
-        return time.perf_counter() - started_at
+        loop = ClosedLoop(num_tokens, num_outputs, count, in_flight)
+        seed = self._seed
+        self._seed += count
+        return await client.send_loop(loop, seed)
 
     async def times(self, pair: Client | None) -> EngineTimes:
         """Measure everything.
@@ -294,22 +304,44 @@ class _Calibration:
         """Measure the hand-over: what it adds to the first and to the second token, and
         its processor time.
         """
-        length = self._lengths[1]
-        await pair.send(length, 4, self._next_seed())  # connects the two servers
+        lengths = (self._lengths[1], self._lengths[-1])
+        gaps_s = []
+        extra_s = []
+        for length in lengths:
+            ttft_s, gap_s = await self._handoff_delays_s(pair, length)
+            extra_s.append(ttft_s)
+            gaps_s.append(gap_s)
+        sent_token_s = max(gaps_s[1] - gaps_s[0], 0.0) / (lengths[1] - lengths[0])
+        work_s = await self.request_work_s(pair, 2)
+        work_s -= await self.request_work_s(self._singles[0], 2)
+        step_s = 0.0
+        if times.shares_processors:
+            step_s = await self.engine_work_s(pair) - times.step_s - times.sequence_s
+        return replace(
+            times,
+            handoff_s=max(extra_s[0], 0.0),
+            handoff_work_s=max(work_s, 0.0),
+            handoff_step_s=max(step_s, 0.0),
+            # The step after the hand-over is simulated, so it does not count here.
+            sent_s=max(gaps_s[0] - lengths[0] * sent_token_s - max(step_s, 0.0), 0.0),
+            sent_token_s=sent_token_s,
+        )
+
+    async def _handoff_delays_s(self, pair: Client, length: int) -> tuple[float, float]:
+        """Return what the hand-over of a prompt adds to the first and to the second
+        token.
+        """
         extra_s = []
         gaps_s = []
+        await pair.send(length, 4, self._next_seed())  # connects the two servers
         for _ in range(_REPEATS):
             unpaired = await self._singles[0].send(length, 4, self._next_seed())
             paired = await pair.send(length, 4, self._next_seed())
             extra_s.append(paired.ttft_s - unpaired.ttft_s)
-            gaps_s.append(paired.gaps_s[0] - unpaired.gaps_s[0])
-        work_s = await self.request_work_s(pair) - times.request_work_s
-        return replace(
-            times,
-            handoff_s=max(statistics.median(extra_s), 0.0),
-            handoff_work_s=max(work_s, 0.0),
-            sent_token_s=max(statistics.median(gaps_s), 0.0) / length,
-        )
+            # All tokens of a short answer may arrive in one event.
+            if paired.gaps_s and unpaired.gaps_s:
+                gaps_s.append(paired.gaps_s[0] - unpaired.gaps_s[0])
+        return statistics.median(extra_s), statistics.median(gaps_s or [0.0])
 
     async def probe_s(self) -> float:
         """Return the seconds of the probe at the first server."""
@@ -363,9 +395,9 @@ def _start_proxies(
     first, second = servers.decodes[:2]
     pair = RunningServers([first], [second], servers.secret, servers.timeout_s)
     proxy = stack.enter_context(running_proxy(pair, _PAIR))
-    return endpoints, Endpoint(
-        proxy.url, (proxy.pid, pids[0], pids[1], *children(pids[1]))
-    )
+    pair_pids = (proxy.pid, pids[0], pids[1])
+    engine_pids = tuple(children(pids[1]))
+    return endpoints, Endpoint(proxy.url, pair_pids, engine_pids)
 
 
 def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants:
@@ -374,29 +406,41 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
     Raises:
         BenchError: a server could not be started, or a request failed.
     """
+    started_at = time.monotonic()
+    with running_servers(options, 0, num_servers) as servers:
+        print(f"servers ready after {time.monotonic() - started_at:.0f} s", flush=True)
+        others = OtherPrograms(servers.pids)
+        constants = _measure_single_servers(options, servers)
+        corrections = {
+            deployment.arrangement: measure_correction(servers, deployment, constants)
+            for deployment in arrangements(num_servers)
+        }
+        seconds = time.monotonic() - started_at
+        print(f"constants measured after {seconds:.0f} s", flush=True)
+        _warn_if_busy(others.processors())
+    return replace(constants, corrections=corrections)
+
+
+def _measure_single_servers(
+    options: ServerOptions, servers: RunningServers
+) -> HostConstants:
+    """Measure everything except corrections."""
     argv = [f"--model={options.model}", f"--device={options.device}", *options.options]
     settings = load(DecodeSettings, [*argv, "--role=both"])
     split_settings = load(DecodeSettings, argv)
-    started_at = time.monotonic()
     with ExitStack() as stack:
-        servers = stack.enter_context(running_servers(options, 0, num_servers))
-        print(f"servers ready after {time.monotonic() - started_at:.0f} s", flush=True)
         endpoints, pair_endpoint = _start_proxies(stack, servers)
         pids = [pid for endpoint in endpoints for pid in endpoint.pids]
         if pair_endpoint is not None:
             pids += pair_endpoint.pids
-        others = OtherPrograms(pids)
         times, max_model_len, probe = asyncio.run(
             _measure(endpoints, pair_endpoint, pids, settings, options.device)
         )
-        seconds = time.monotonic() - started_at
-        print(f"constants measured after {seconds:.0f} s", flush=True)
-        _warn_if_busy(others.processors())
-        capacity, block_tokens = asyncio.run(_read_capacity(servers.decodes[0]))
+    capacity, block_tokens = asyncio.run(_read_capacity(servers.decodes[0]))
     return HostConstants(
         model=options.model,
         device=options.device,
-        num_servers=num_servers,
+        num_servers=len(servers.decodes),
         options=options.options,
         date=time.strftime("%Y-%m-%d %H:%M:%S"),
         max_model_len=max_model_len,
@@ -415,11 +459,6 @@ def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants
 def _target_s(settings: DecodeSettings, device: str) -> float | None:
     """Return the target for the time between tokens; None: there is no target."""
     return settings.itl_target_s or settings.usual_itl_target_for(device)
-
-
-def is_disturbed(other_processors: float) -> bool:
-    """Return whether the use of processors by other programs makes times too long."""
-    return other_processors > _MAX_OTHER_SHARE * available_cores()
 
 
 def _warn_if_busy(other_processors: float) -> None:

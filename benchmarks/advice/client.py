@@ -1,5 +1,7 @@
 """Requests with random prompts, and the processor time that they take."""
 
+import asyncio
+import math
 import statistics
 import time
 from contextlib import AsyncExitStack
@@ -17,6 +19,39 @@ from benchmarks.bench.prompts import FIRST_TOKEN_ID
 _TIMEOUT_S = 300.0
 _VOCABULARY = 256
 _PROBES = 3
+# Multiples of these, without their integral parts, spread evenly from 0 to 1.
+_RATIOS = (math.sqrt(2), math.sqrt(5))
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """Requests with prompts that no server has cached.
+
+    Attributes:
+        prompt_tokens: mean length of the prompts.
+        output_tokens: mean length of the answers.
+        in_flight: requests at the same time; each end begins the next one.
+        is_mixed: whether lengths are from half to one and a half of the means.
+            Requests of equal lengths may run in lockstep, which real loads do not.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    count: int
+    in_flight: int
+    is_mixed: bool = False
+
+    def lengths(self, index: int) -> tuple[int, int]:
+        """Return the tokens of a prompt and of its answer."""
+        if not self.is_mixed:
+            return self.prompt_tokens, self.output_tokens
+        factors = (0.5 + index * ratio % 1.0 for ratio in _RATIOS)
+        means = (self.prompt_tokens, self.output_tokens)
+        prompt_tokens, output_tokens = (
+            max(round(mean * factor), 1)
+            for mean, factor in zip(means, factors, strict=True)
+        )
+        return prompt_tokens, output_tokens
 
 
 @dataclass(frozen=True)
@@ -24,8 +59,9 @@ class Client:
     """A proxy in front of one server, or of a pair.
 
     Attributes:
-        pids: the processes with the work of a request that is no step: the proxy, the
-            HTTP processes of servers, and the engine of a pair's decode server.
+        pids: the processes with the work of a request outside of engines: the proxy and
+            the HTTP processes of servers.
+        engine_pids: the engine of a pair's decode server.
     """
 
     url: str
@@ -33,10 +69,15 @@ class Client:
     model: str
     max_model_len: int
     pids: tuple[int, ...]
+    engine_pids: tuple[int, ...] = ()
 
     def work_s(self) -> float:
         """Return the processor time of `pids` and of this program so far."""
-        return processor_seconds(self.pids)
+        return processor_seconds(self.pids) + time.process_time()
+
+    def engine_work_s(self) -> float:
+        """Return the processor time of `engine_pids` so far."""
+        return processor_seconds(self.engine_pids)
 
     async def send(self, num_tokens: int, num_outputs: int, seed: int) -> Timeline:
         """Send a request with a prompt that no server has cached.
@@ -62,12 +103,25 @@ class Client:
             raise BenchError(f"a request for the constants failed: {timeline.error}")
         return timeline
 
+    async def send_loop(self, loop: ClosedLoop, seed: int) -> float:
+        """Send a closed loop of requests. Return the seconds that they took."""
+        slots = asyncio.Semaphore(loop.in_flight)
+
+        async def send(index: int) -> None:
+            async with slots:
+                await self.send(*loop.lengths(index), seed + index)
+
+        started_at = time.perf_counter()
+        await asyncio.gather(*(send(index) for index in range(loop.count)))
+        return time.perf_counter() - started_at
+
 
 class Endpoint(NamedTuple):
-    """The address of a proxy, and `Client.pids`."""
+    """The address of a proxy, `Client.pids`, and `Client.engine_pids`."""
 
     url: str
     pids: tuple[int, ...]
+    engine_pids: tuple[int, ...] = ()
 
 
 async def connect(stack: AsyncExitStack, endpoint: Endpoint) -> Client:
@@ -80,6 +134,7 @@ async def connect(stack: AsyncExitStack, endpoint: Endpoint) -> Client:
         model=str(entry["id"]),
         max_model_len=int(entry["max_model_len"]),
         pids=endpoint.pids,
+        engine_pids=endpoint.engine_pids,
     )
 
 

@@ -1,17 +1,48 @@
 """The constants of a host: what `baton bench advise` measures, saves and reads."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from benchmarks.advice.deployments import Deployment
 from benchmarks.bench.errors import BenchError
 from benchmarks.simulation.contention import slowdown
 from benchmarks.simulation.times import EngineTimes
 
 _POSITIVE_TIMES = ("step_s", "token_s")
 _COUNTS = ("capacity", "max_streams", "step_tokens", "block_tokens")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How many times as long work takes in real servers that are saturated, as it would
+    by the times of single measurements.
+
+    Attributes:
+        request: factor for what each request needs once, such as its prompt.
+        step: factor for what each step needs.
+    """
+
+    request: float = 1.0
+    step: float = 1.0
+
+    def apply(self, times: EngineTimes) -> EngineTimes:
+        """Return times with both factors applied."""
+        return replace(
+            times,
+            token_s=times.token_s * self.request,
+            pair_s=times.pair_s * self.request,
+            request_work_s=times.request_work_s * self.request,
+            handoff_work_s=times.handoff_work_s * self.request,
+            handoff_step_s=times.handoff_step_s * self.request,
+            step_s=times.step_s * self.step,
+            sequence_s=times.sequence_s * self.step,
+            held_token_s=times.held_token_s * self.step,
+            delivery_s=times.delivery_s * self.step,
+            delivery_token_s=times.delivery_token_s * self.step,
+        )
 
 
 @dataclass(frozen=True)
@@ -27,6 +58,7 @@ class HostConstants:
         replica_target_s: the same for complete servers.
         probe_s: seconds of a fixed small load, which shows later whether the host has
             become slower.
+        corrections: by `Deployment.arrangement`.
     """
 
     model: str
@@ -39,6 +71,16 @@ class HostConstants:
     replica_target_s: float | None
     probe_s: float
     times: EngineTimes
+    corrections: dict[str, Correction] = field(default_factory=dict)
+
+    def times_of(self, deployment: Deployment) -> EngineTimes:
+        """Return the times of a server of this deployment.
+
+        An arrangement of servers that was not measured, because constants of another
+        number of servers are used, gets no correction.
+        """
+        correction = self.corrections.get(deployment.arrangement, Correction())
+        return correction.apply(self.times)
 
     def describe(self) -> str:
         """Return the constants in one line."""
@@ -48,14 +90,24 @@ class HostConstants:
             f"stream + {times.held_token_s * 1e9:.0f} ns a token of KV; prompt "
             f"{times.token_s * 1e6:.0f} us a token + {times.pair_s * 1e9:.1f} ns a "
             f"pair; request {times.request_s * 1e3:.1f} ms; hand-over "
-            f"{times.handoff_s * 1e3:.1f} ms + {times.sent_token_s * 1e6:.1f} us a "
-            f"token; outside of engines {times.request_work_s * 1e3:.1f} ms a request "
-            f"+ {times.delivery_s * 1e3:.2f} ms a step + "
+            f"{times.handoff_s * 1e3:.1f} ms, then {times.sent_s * 1e3:.1f} ms + "
+            f"{times.sent_token_s * 1e6:.1f} us a token, and "
+            f"{times.handoff_step_s * 1e3:.1f} ms of a step; outside of engines "
+            f"{times.request_work_s * 1e3:.1f} ms a request + "
+            f"{times.delivery_s * 1e3:.2f} ms a step + "
             f"{times.delivery_token_s * 1e3:.3f} ms a token + "
             f"{times.handoff_work_s * 1e3:.1f} ms a hand-over; slowdown of "
             f"{self.num_servers} busy servers: decode "
             f"{slowdown(times.decode_slowdown, self.num_servers):.2f}, prompts "
             f"{slowdown(times.prompt_slowdown, self.num_servers):.2f}"
+            f"{self._describe_corrections()}"
+        )
+
+    def _describe_corrections(self) -> str:
+        return "".join(
+            f"; saturated {name}: requests x {correction.request:.2f}, steps x "
+            f"{correction.step:.2f}"
+            for name, correction in self.corrections.items()
         )
 
 
@@ -99,6 +151,9 @@ def _check(path: Path, constants: HostConstants) -> None:
     for name in (*_POSITIVE_TIMES, *_COUNTS):
         if not getattr(times, name):
             raise BenchError(f"{path}: times.{name} must be above 0")
+    for name, correction in constants.corrections.items():
+        if not all(0 < factor < math.inf for factor in asdict(correction).values()):
+            raise BenchError(f"{path}: corrections.{name} must be above 0")
     for name in ("decode_slowdown", "prompt_slowdown"):
         if min(getattr(times, name)) < 1:
             raise BenchError(f"{path}: times.{name} must be at least 1")

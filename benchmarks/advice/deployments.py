@@ -22,6 +22,11 @@ class Deployment:
     pulls: bool
 
     @property
+    def arrangement(self) -> str:
+        """The numbers of servers of each kind, as text."""
+        return f"{self.prefills}P{self.decodes}D" if self.prefills else "replicas"
+
+    @property
     def is_split(self) -> bool:
         return self.prefills > 0
 
@@ -48,11 +53,23 @@ def deployments(num_servers: int) -> list[Deployment]:
     for prefills in range(1, num_servers):
         for disaggregate in policies:
             decodes = num_servers - prefills
-            name = f"{prefills}P{decodes}D {disaggregate}"
-            listed.append(
-                Deployment(name, prefills, decodes, "auto", disaggregate, pulls=True)
-            )
+            listed.append(split(prefills, decodes, disaggregate))
     return listed
+
+
+def arrangements(num_servers: int) -> list[Deployment]:
+    """Return the simplest deployment of each kind: replicas, and each split."""
+    splits = [
+        split(prefills, num_servers - prefills, "always")
+        for prefills in range(1, num_servers)
+    ]
+    return [deployments(num_servers)[0], *splits]
+
+
+def split(prefills: int, decodes: int, disaggregate: Disaggregate) -> Deployment:
+    """Return a deployment with separate prefill and decode servers."""
+    name = f"{prefills}P{decodes}D {disaggregate}"
+    return Deployment(name, prefills, decodes, "auto", disaggregate, pulls=True)
 
 
 def _replicas(count: int, routing: Routing, *, pulls: bool) -> Deployment:

@@ -11,7 +11,7 @@ from benchmarks.advice.constants import HostConstants
 from benchmarks.advice.deployments import Deployment
 from benchmarks.bench.slo import Slo
 from benchmarks.bench.workload import Workload
-from benchmarks.loads import Request, from_sessions
+from benchmarks.loads import FollowUp, Request, from_sessions
 from benchmarks.routers import ProxyRouter
 from benchmarks.simulation.engine import Engine
 from benchmarks.simulation.fleet import Fleet
@@ -28,6 +28,8 @@ class Prediction(NamedTuple):
     Attributes:
         goodput: requests per second within the SLO.
         share: share of the requests that are within the SLO.
+        limit_use: share of the limits that 99 % of the requests need; with 0.5, they
+            would also be within an SLO with half of each limit.
     """
 
     deployment: Deployment
@@ -36,13 +38,24 @@ class Prediction(NamedTuple):
     ttft_p50_s: float
     ttft_p99_s: float
     itl_mean_s: float
+    limit_use: float = 0.0
 
 
 def predict(
     constants: HostConstants, deployment: Deployment, workload: Workload, slo: Slo
 ) -> Prediction:
     """Return the latencies and the goodput of a deployment under a load."""
-    times = constants.times
+    requests, follow_up = from_sessions(workload, constants.times.block_tokens)
+    fleet = simulated_fleet(constants, deployment, follow_up)
+    fleet.run(requests)
+    return _prediction(deployment, fleet.requests, slo)
+
+
+def simulated_fleet(
+    constants: HostConstants, deployment: Deployment, follow_up: FollowUp
+) -> Fleet:
+    """Return the simulated servers of a deployment, with their router."""
+    times = constants.times_of(deployment)
     num_engines = deployment.prefills + deployment.decodes
     target_s = constants.replica_target_s
     if deployment.is_split:
@@ -53,7 +66,6 @@ def predict(
         engines.append(
             Engine(index, is_prefill, times, None if is_prefill else target_s)
         )
-    requests, follow_up = from_sessions(workload, times.block_tokens)
     fleet = Fleet(engines, times, follow_up)
     fleet.router = ProxyRouter(
         fleet,
@@ -62,8 +74,7 @@ def predict(
         target_s or USUAL_STEP_S,
         deployment.pulls,
     )
-    fleet.run(requests)
-    return _prediction(deployment, fleet.requests, slo)
+    return fleet
 
 
 def _prediction(
@@ -71,6 +82,7 @@ def _prediction(
 ) -> Prediction:
     ttfts_s = []
     itls_s = []
+    limit_uses = []
     num_good = 0
     for request in requests:
         ttft_s = request.first_token_s - request.arrival_s
@@ -78,7 +90,9 @@ def _prediction(
         itl_s = decoding_s / max(request.generated_tokens - 1, 1)
         ttfts_s.append(ttft_s)
         itls_s.append(itl_s)
-        num_good += slo.is_met(ttft_s, itl_s, request.last_token_s - request.arrival_s)
+        e2e_s = request.last_token_s - request.arrival_s
+        limit_uses.append(slo.limit_use(ttft_s, itl_s, e2e_s))
+        num_good += slo.is_met(ttft_s, itl_s, e2e_s)
     ttfts_s.sort()
     elapsed_s = max(request.last_token_s for request in requests)
     return Prediction(
@@ -88,6 +102,7 @@ def _prediction(
         ttft_p50_s=percentile(ttfts_s, 0.5),
         ttft_p99_s=percentile(ttfts_s, 0.99),
         itl_mean_s=statistics.mean(itls_s),
+        limit_use=percentile(sorted(limit_uses), 0.99),
     )
 
 
@@ -99,14 +114,20 @@ def percentile(sorted_values: Sequence[float], share: float) -> float:
 def recommended(predictions: Sequence[Prediction]) -> Prediction:
     """Return the simplest deployment with almost the goodput of the best.
 
+    Of several splits, the one with the most reserve is returned.
+
     Args:
         predictions: the simplest deployments first.
     """
     best = max(prediction.goodput for prediction in predictions)
-    for prediction in predictions:
-        if prediction.goodput >= (1 - NEGLIGIBLE_GAIN) * best:
-            return prediction
-    raise AssertionError("the best prediction is one of `predictions`")
+    good = [
+        prediction
+        for prediction in predictions
+        if prediction.goodput >= (1 - NEGLIGIBLE_GAIN) * best
+    ]
+    if not good[0].deployment.is_split:
+        return good[0]
+    return min(good, key=lambda prediction: prediction.limit_use)
 
 
 def best_of_each_kind(predictions: Sequence[Prediction]) -> list[Prediction]:

@@ -1,6 +1,7 @@
 """Runs a deployment on this host for real, to compare it with its prediction."""
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.advice.client import probe_url
-from benchmarks.advice.deployments import Deployment
+from benchmarks.advice.deployments import Deployment, split
 from benchmarks.advice.predict import Prediction, percentile
 from benchmarks.advice.processors import OtherPrograms
 from benchmarks.advice.servers import (
@@ -76,9 +77,11 @@ class Measured:
 
     @property
     def error(self) -> float | None:
-        """The relative error of the predicted goodput; None: nothing met the SLO."""
+        """The relative error of the predicted goodput; None: nothing met the SLO,
+        although the prediction was that something would.
+        """
         if not self.goodput:
-            return None
+            return None if self.predicted.goodput else 0.0
         return self.predicted.goodput / self.goodput - 1
 
     def ties_with(self, other: "Measured") -> bool:
@@ -118,6 +121,21 @@ def load_of_run(seed: int, number: int) -> LoadOptions:
     return LoadOptions(BodyOptions(seed=NUM_RUNS * seed + number), concurrency=10_000)
 
 
+def connect_servers(servers: RunningServers) -> None:
+    """Let each decode server pull KV from each prefill server.
+
+    Otherwise the first requests of a run would wait for these connections, which take
+    seconds on a busy host.
+
+    Raises:
+        BenchError: a proxy was not ready, or a request failed.
+    """
+    for prefill, decode in itertools.product(servers.prefills, servers.decodes):
+        pair = RunningServers([prefill], [decode], servers.secret, servers.timeout_s)
+        with running_proxy(pair, split(1, 1, "always")) as proxy:
+            asyncio.run(probe_url(proxy.url))
+
+
 def run_deployment(
     servers: RunningServers,
     deployment: Deployment,
@@ -135,7 +153,7 @@ def run_deployment(
         BenchError: the proxy was not ready, or a warm-up request failed.
     """
     with running_proxy(servers, deployment) as proxy:
-        asyncio.run(probe_url(proxy.url))  # connects the servers
+        asyncio.run(probe_url(proxy.url))
         side = Side(deployment.name, (proxy.url,))
         others = OtherPrograms([*servers.pids, proxy.pid])
         result = asyncio.run(run_load([side], workload, load))
@@ -185,6 +203,7 @@ def verify(
         ) as servers:
             seconds = time.monotonic() - started_at
             print(f"{deployment.name}: servers ready after {seconds:.0f} s", flush=True)
+            connect_servers(servers)
             runs = [
                 run_deployment(
                     servers,

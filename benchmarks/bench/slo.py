@@ -25,8 +25,13 @@ class Slo:
 
     def is_met(self, ttft_s: float, itl_s: float, e2e_s: float) -> bool:
         """Return whether a completed request is within all limits."""
+        return self.limit_use(ttft_s, itl_s, e2e_s) <= 1
+
+    def limit_use(self, ttft_s: float, itl_s: float, e2e_s: float) -> float:
+        """Return the largest of the latencies as shares of their limits."""
         pairs = ((ttft_s, self.ttft), (itl_s, self.itl), (e2e_s, self.e2e))
-        return all(limit is None or seconds <= limit for seconds, limit in pairs)
+        shares = [seconds / limit for seconds, limit in pairs if limit is not None]
+        return max(shares, default=0.0)
 
     def limits(self) -> dict[str, float]:
         """Return the limits that are set, in seconds."""

@@ -34,6 +34,7 @@ class Engine:
         parked: requests with prompts that a prefill server has computed. They wait for
             free KV capacity on this server.
         held_tokens: tokens of KV of all streams.
+        num_deliveries: requests taken over since the latest step began.
         busy_until: expected end of the step that is running.
         step_prompt_tokens: prompt tokens of the step that is running.
         gaps: histogram of the times between tokens; a key is a time in units of 0.1 ms.
@@ -59,6 +60,7 @@ class Engine:
         self.parked: deque[Request] = deque()
         self.streams: list[Request] = []
         self.held_tokens = 0
+        self.num_deliveries = 0
         self.is_busy = False
         self.busy_until = 0.0
         self.totals = StepTotals()
@@ -134,6 +136,8 @@ class Engine:
         """
         budget = self._prompt_token_budget(now)
         seconds = self.stream_step_s()
+        seconds += self.num_deliveries * self.times.handoff_step_s
+        self.num_deliveries = 0
         num_prompt_tokens = 0
         completed = list[Request]()
         while self.waiting and num_prompt_tokens < budget:
@@ -234,6 +238,7 @@ class Engine:
 
     def deliver(self, request: Request, now: float) -> None:
         """Take over a request after another server has computed its prompt."""
+        self.num_deliveries += 1
         if self.parked or not self._fits(request):
             self.parked.append(request)
         else:

@@ -220,7 +220,8 @@ class Fleet:
             return
         request.first_token_s = self.now
         request.last_token_s = self.now
-        sent_s = request.prompt_tokens * self.times.sent_token_s
+        times = self.times
+        sent_s = times.sent_s + request.prompt_tokens * times.sent_token_s
         self._after(sent_s, partial(self._deliver, engine, request))
 
     def _deliver(self, engine: Engine, request: Request) -> None:

@@ -29,8 +29,11 @@ class EngineTimes:
         delivery_s: processor time outside of engines to deliver the tokens of a step.
         delivery_token_s: the same, for each of these tokens.
         handoff_s: time that disaggregation adds before the first token.
-        handoff_work_s: processor time that disaggregation adds to a request, except for
-            steps. Up to `handoff_s` of it comes before the first token.
+        handoff_work_s: processor time that disaggregation adds to a request outside of
+            engines. Up to `handoff_s` of it comes before the first token.
+        handoff_step_s: time that a hand-over adds to the next step of the decode
+            server, because its engine also works for the pull.
+        sent_s: time to send the KV of a prompt, in addition to that of its tokens.
         sent_token_s: time per token of KV that is sent over the link.
         lookup_s: time to look up a prefix on another server, before KV is sent.
         stored_token_s: time per token of KV that is pulled from the host's store;
@@ -63,6 +66,8 @@ class EngineTimes:
     delivery_token_s: float = 0.0
     handoff_s: float = 4e-3
     handoff_work_s: float = 0.0
+    handoff_step_s: float = 0.0
+    sent_s: float = 0.0
     sent_token_s: float = 131072 / 200e9
     lookup_s: float = 5e-3
     stored_token_s: float = 131072 / 40e9

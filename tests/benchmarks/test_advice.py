@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.advice.accuracy import cases, is_right, summary
-from benchmarks.advice.constants import HostConstants, read_constants, save_constants
+from benchmarks.advice.constants import (
+    Correction,
+    HostConstants,
+    read_constants,
+    save_constants,
+)
 from benchmarks.advice.deployments import Deployment, deployments
 from benchmarks.advice.fit import DecodeSample, PromptSample, fit_decode, fit_prompts
 from benchmarks.advice.predict import (
@@ -87,10 +92,22 @@ def test_no_fitted_time_is_negative():
 
 def test_constants_are_read_as_written(tmp_path):
     path = tmp_path / "host.json"
-    constants = replace(HOST, times=replace(TIMES, decode_slowdown=(1.0, 1.5)))
+    constants = replace(
+        HOST,
+        times=replace(TIMES, decode_slowdown=(1.0, 1.5)),
+        corrections={"replicas": Correction(1.1, 0.9)},
+    )
     save_constants(path, constants)
     assert read_constants(path) == constants
     assert "prompt 400 us a token" in constants.describe()
+    assert "saturated replicas: requests x 1.10, steps x 0.90" in constants.describe()
+
+
+def test_invalid_corrections_are_named_with_their_file(tmp_path):
+    path = tmp_path / "host.json"
+    save_constants(path, replace(HOST, corrections={"1P3D": Correction(step=0.0)}))
+    with pytest.raises(BenchError, match=r"corrections\.1P3D must be above 0"):
+        read_constants(path)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +266,28 @@ def test_simplest_deployment_is_recommended_unless_another_is_clearly_better():
     assert [each.deployment.name for each in kinds] == ["split", "replicas"]
 
 
+def test_split_with_the_most_reserve_is_the_best_of_equally_good_ones():
+    """Replicas are simpler, whatever their reserve."""
+    splits = [
+        prediction("first", 1, 1.0)._replace(limit_use=0.9),
+        prediction("second", 2, 0.99)._replace(limit_use=0.4),
+        prediction("slow", 3, 0.9)._replace(limit_use=0.1),
+    ]
+    assert recommended(splits).deployment.name == "second"
+    replicas = prediction("replicas", 0, 1.0)._replace(limit_use=0.95)
+    assert recommended([replicas, *splits]) == replicas
+
+
+def test_prediction_reports_which_share_of_the_limits_is_needed():
+    workload = workload_of((0.0, 100, 11), (5.0, 100, 11))
+    loose = predict(HOST, REPLICAS, workload, Slo(ttft=1.0, itl=1.0))
+    assert loose.limit_use == pytest.approx(loose.ttft_p99_s)
+    tight = predict(HOST, REPLICAS, workload, Slo(itl=loose.itl_mean_s / 2))
+    assert tight.limit_use == pytest.approx(2.0)
+    assert tight.share == 0.0
+    assert predict(HOST, REPLICAS, workload, Slo()).limit_use == 0.0
+
+
 def measured(prefills: int, predicted: float, *actual: float) -> Measured:
     runs = [Run(prediction("p", prefills, each), 0, 1.0, 0.0, 0.0) for each in actual]
     return Measured(prediction("p", prefills, predicted), tuple(runs))
@@ -257,6 +296,7 @@ def measured(prefills: int, predicted: float, *actual: float) -> Measured:
 def test_error_of_a_prediction_is_that_of_the_mean_of_the_runs():
     assert measured(0, 1.1, 0.9, 1.1).error == pytest.approx(0.1)
     assert measured(0, 1.0, 0.0, 0.0).error is None
+    assert measured(0, 0.0, 0.0, 0.0).error == 0.0
 
 
 def test_deployments_tie_if_the_ranges_of_their_runs_overlap():

@@ -10,8 +10,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.advice import calibrate
-from benchmarks.advice.client import Client
+from benchmarks.advice import processors
 from benchmarks.advice.fit import fit_deliveries, fit_slowdowns
 from benchmarks.advice.predict import predict
 from benchmarks.advice.processors import OtherPrograms, children, processor_seconds
@@ -118,6 +117,18 @@ def test_work_outside_of_engines_slows_engines_on_a_cpu(deployment, work):
         assert goodput["cpu, busy"] == goodput["cpu"]
 
 
+def test_work_of_a_hand_over_lengthens_a_step_of_the_decode_server():
+    """An idle request gets its second token later by that work, and its first not."""
+    one = workload_of((0.0, 100, 11))
+    slo = Slo(ttft=60.0)
+    busy = replace(HOST, times=replace(TIMES, handoff_step_s=0.05))
+    for deployment, extra_s in [(REPLICAS, 0.0), (PAIR, 0.05)]:
+        before = predict(HOST, deployment, one, slo)
+        after = predict(busy, deployment, one, slo)
+        assert after.ttft_p50_s == before.ttft_p50_s
+        assert after.itl_mean_s - before.itl_mean_s == pytest.approx(extra_s / 10)
+
+
 def test_fit_recovers_the_work_of_deliveries():
     samples = [(tokens, 5e-4 + tokens * 1e-4) for tokens in (1, 4, 16, 48)]
     assert fit_deliveries(samples) == pytest.approx((5e-4, 1e-4))
@@ -162,13 +173,11 @@ def test_disturbed_measurements_are_repeated_and_left_out(
         def processors(self) -> float:
             return next(reports)
 
-    monkeypatch.setattr(calibrate, "OtherPrograms", Scripted)
-    client = Client("http://127.0.0.1", None, "m", 4096, ())
-    calibration = calibrate._Calibration([client], [], 512, shares_processors=True)
+    monkeypatch.setattr(processors, "OtherPrograms", Scripted)
     runs = iter(seconds)
 
     async def run() -> float:
         return next(runs)
 
-    assert asyncio.run(calibration._typical(run)) == expected
+    assert asyncio.run(processors.typical_s([], run)) == expected
     assert len(list(runs)) == len(seconds) - num_runs

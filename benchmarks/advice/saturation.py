@@ -1,0 +1,196 @@
+"""Corrects the times of servers by real runs in which they are saturated.
+
+Single measurements on a host with idle cores miss what servers cost each other: caches,
+switches between threads, and threads of one engine that wait for each other. Each
+arrangement of servers therefore runs two closed loops, one with long prompts and one
+with long answers. Two factors make the simulation of both loops as long as the real
+ones.
+"""
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from operator import itemgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.advice.client import ClosedLoop, Endpoint, connect
+from benchmarks.advice.constants import Correction, HostConstants
+from benchmarks.advice.deployments import Deployment
+from benchmarks.advice.predict import simulated_fleet
+from benchmarks.advice.processors import typical_s
+from benchmarks.advice.servers import RunningServers, running_proxy
+from benchmarks.loads import Request
+
+# Lengths are for steps with so many prompt tokens, as on a CPU. With larger steps, as
+# on a GPU, prompts are as many times as long.
+USUAL_STEP_TOKENS = 512
+_PROMPTS_LENGTHS = (256, 8)  # tokens of a prompt and of its answer
+_ANSWERS_LENGTHS = (64, 64)
+_IN_FLIGHT = 4  # of each server
+_COUNT = 20  # of each server
+_ROUNDS = 4
+_PENALTY = 0.01
+_MAX_LOG = math.log(4.0)  # of a factor
+_LOG_STEP = 0.1  # change of a logarithm with which slopes are measured
+_LOG_STEPS = _LOG_STEP * np.eye(2)
+
+FloatArray = NDArray[np.float64]
+# Returns the seconds of a closed loop with a correction.
+Simulate = Callable[[ClosedLoop, Correction], float]
+
+
+def measure_correction(
+    servers: RunningServers, deployment: Deployment, constants: HostConstants
+) -> Correction:
+    """Saturate servers in the arrangement of a deployment, and fit the factors.
+
+    Args:
+        servers: complete servers. The first ones serve as prefill servers.
+
+    Raises:
+        BenchError: the proxy was not ready, or a request failed.
+    """
+    num_prefills = deployment.prefills
+    arranged = RunningServers(
+        servers.decodes[:num_prefills],
+        servers.decodes[num_prefills:],
+        servers.secret,
+        servers.timeout_s,
+    )
+    loops = closed_loops(constants)
+    with running_proxy(arranged, deployment) as proxy:
+        pids = [*servers.pids, proxy.pid]
+        measured_s = asyncio.run(_measure_loops(proxy.url, pids, loops))
+    prompts, answers = zip(loops, measured_s, strict=True)
+    return correction_of(constants, deployment, prompts, answers)
+
+
+def closed_loops(constants: HostConstants) -> tuple[ClosedLoop, ClosedLoop]:
+    """Return a load with long prompts, and one with long answers."""
+    scale = max(1, constants.times.step_tokens // USUAL_STEP_TOKENS)
+    longest_mean = int(constants.max_model_len / 1.5)
+    prompts, answers = (
+        ClosedLoop(
+            prompt_tokens=min(scale * length, longest_mean - num_outputs),
+            output_tokens=num_outputs,
+            count=_COUNT * constants.num_servers,
+            in_flight=_IN_FLIGHT * constants.num_servers,
+            is_mixed=True,
+        )
+        for length, num_outputs in (_PROMPTS_LENGTHS, _ANSWERS_LENGTHS)
+    )
+    return prompts, answers
+
+
+async def _measure_loops(
+    url: str, pids: Sequence[int], loops: Sequence[ClosedLoop]
+) -> list[float]:
+    """Return the seconds of each closed loop at a proxy."""
+    seconds = []
+    seeds = itertools.count(int(time.time()) * 1000, max(loop.count for loop in loops))
+    async with AsyncExitStack() as stack:
+        client = await connect(stack, Endpoint(url, ()))
+        for loop in loops:
+            await client.send_loop(loop, next(seeds))  # connects the servers
+
+            async def once(loop: ClosedLoop = loop) -> float:
+                return await client.send_loop(loop, next(seeds))
+
+            seconds.append(await typical_s(pids, once))
+    return seconds
+
+
+def simulated_s(
+    constants: HostConstants, deployment: Deployment, loop: ClosedLoop
+) -> float:
+    """Return the seconds that a closed loop takes in the simulation."""
+    hashes = itertools.count(1)
+    indices = iter(range(loop.count))
+
+    def next_request(now: float) -> Request | None:
+        index = next(indices, None)
+        if index is None:
+            return None
+        prompt_tokens, output_tokens = loop.lengths(index)
+        num_blocks = prompt_tokens // constants.times.block_tokens
+        return Request(
+            arrival_s=now,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            hashes=tuple(itertools.islice(hashes, num_blocks)),
+        )
+
+    first = [next_request(0.0) for _ in range(min(loop.in_flight, loop.count))]
+    fleet = simulated_fleet(
+        constants, deployment, lambda _request, now: next_request(now)
+    )
+    fleet.run([request for request in first if request is not None])
+    return fleet.now
+
+
+def correction_of(
+    constants: HostConstants,
+    deployment: Deployment,
+    prompts: tuple[ClosedLoop, float],
+    answers: tuple[ClosedLoop, float],
+) -> Correction:
+    """Return the factors with which the simulation takes as long as real servers.
+
+    Args:
+        prompts: a closed loop with long prompts and short answers, and its measured
+            seconds.
+        answers: the same with short prompts and long answers.
+    """
+    name = deployment.arrangement
+
+    def simulate(loop: ClosedLoop, correction: Correction) -> float:
+        corrections = {name: correction}
+        corrected = replace(constants, corrections=corrections)
+        return simulated_s(corrected, deployment, loop)
+
+    return fit_correction(simulate, prompts, answers)
+
+
+def fit_correction(
+    simulate: Simulate,
+    prompts: tuple[ClosedLoop, float],
+    answers: tuple[ClosedLoop, float],
+) -> Correction:
+    """Fit both factors, by Gauss-Newton steps on their logarithms.
+
+    A factor that hardly changes the durations stays near 1, because a penalty
+    (_PENALTY) on its logarithm outweighs what the loops show.
+    """
+    loops = (prompts, answers)
+    tried: list[tuple[float, FloatArray]] = []
+
+    def errors(logs: FloatArray) -> FloatArray:
+        correction = _correction(logs)
+        values = np.array(
+            [math.log(simulate(loop, correction) / seconds) for loop, seconds in loops]
+        )
+        tried.append((values @ values + _PENALTY * (logs @ logs), logs))
+        return values
+
+    logs = np.zeros(2)
+    for _ in range(_ROUNDS):
+        now = errors(logs)
+        columns = [(errors(logs + step) - now) / _LOG_STEP for step in _LOG_STEPS]
+        slopes = np.stack(columns, axis=1)
+        matrix = slopes.T @ slopes + _PENALTY * np.eye(2)
+        change = np.linalg.solve(matrix, -slopes.T @ now - _PENALTY * logs)
+        logs = np.clip(logs + change, -_MAX_LOG, _MAX_LOG)
+    errors(logs)
+    # Durations jump where requests are placed differently, so the last may not be best.
+    _, best = min(tried, key=itemgetter(0))
+    return _correction(np.clip(best, -_MAX_LOG, _MAX_LOG))
+
+
+def _correction(logs: FloatArray) -> Correction:
+    return Correction(*(round(math.exp(value), 4) for value in logs))

@@ -1,0 +1,107 @@
+"""Corrections of the simulated servers by closed loops."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.advice.client import ClosedLoop
+from benchmarks.advice.constants import Correction
+from benchmarks.advice.deployments import arrangements
+from benchmarks.advice.predict import predict
+from benchmarks.advice.saturation import (
+    closed_loops,
+    correction_of,
+    fit_correction,
+    simulated_s,
+)
+from benchmarks.bench.slo import Slo
+from tests.benchmarks.test_advice import HOST, REPLICAS, TIMES, workload_of
+
+SLOWDOWNS = tuple(max(1.0, count / 2) for count in range(1, 9))
+BUSY_HOST = replace(
+    HOST,
+    times=replace(
+        TIMES,
+        request_work_s=0.005,
+        delivery_s=5e-4,
+        handoff_work_s=0.005,
+        handoff_step_s=0.003,
+        decode_slowdown=SLOWDOWNS,
+        prompt_slowdown=SLOWDOWNS,
+        shares_processors=True,
+    ),
+)
+LOOPS = (
+    ClosedLoop(256, 8, 48, 16, is_mixed=True),
+    ClosedLoop(64, 48, 48, 16, is_mixed=True),
+)
+
+
+def test_closed_loop_of_one_request_at_a_time_is_the_sum_of_their_times():
+    loop = ClosedLoop(prompt_tokens=100, output_tokens=11, count=3, in_flight=1)
+    one = predict(HOST, REPLICAS, workload_of((0.0, 100, 11)), Slo())
+    seconds = simulated_s(HOST, REPLICAS, loop)
+    assert seconds == pytest.approx(3 / one.goodput, rel=1e-6)
+
+
+def test_closed_loop_fills_all_servers():
+    """Four servers without anything in common are four times as fast."""
+    one = simulated_s(HOST, REPLICAS, ClosedLoop(100, 11, 8, 1))
+    four = simulated_s(HOST, REPLICAS, ClosedLoop(100, 11, 32, 4))
+    assert four == pytest.approx(one, rel=0.01)
+
+
+@pytest.mark.parametrize("deployment", arrangements(4))
+def test_correction_makes_the_simulation_as_slow_as_the_real_servers(deployment):
+    """Here, the real servers are a simulation with other factors."""
+    real = Correction(request=1.4, step=0.9)
+    name = deployment.arrangement
+    real_host = replace(BUSY_HOST, corrections={name: real})
+    measured = [(loop, simulated_s(real_host, deployment, loop)) for loop in LOOPS]
+    correction = correction_of(BUSY_HOST, deployment, *measured)
+    corrected = replace(BUSY_HOST, corrections={name: correction})
+    for loop, seconds in measured:
+        assert simulated_s(corrected, deployment, loop) == pytest.approx(
+            seconds, rel=0.04
+        )
+
+
+def test_correction_is_bounded():
+    measured = [(loop, 1e4) for loop in LOOPS]
+    assert correction_of(BUSY_HOST, REPLICAS, *measured) == Correction(4.0, 4.0)
+
+
+def test_factor_that_changes_no_duration_stays_one():
+    def simulate(_loop: ClosedLoop, correction: Correction) -> float:
+        return 2.0 * correction.step
+
+    measured = [(loop, 3.0) for loop in LOOPS]
+    correction = fit_correction(simulate, *measured)
+    assert correction.request == 1.0
+    assert correction.step == pytest.approx(1.5, rel=0.01)
+
+
+def test_correction_of_one_arrangement_changes_no_other():
+    host = replace(BUSY_HOST, corrections={"1P3D": Correction(2.0, 2.0)})
+    replicas, one_prefill, two_prefills, _ = arrangements(4)
+    for deployment, is_slower in [
+        (replicas, False),
+        (one_prefill, True),
+        (two_prefills, False),
+    ]:
+        before = simulated_s(BUSY_HOST, deployment, LOOPS[0])
+        after = simulated_s(host, deployment, LOOPS[0])
+        assert (after > before) == is_slower
+
+
+def test_loads_that_saturate_fit_the_context_of_the_model():
+    for max_model_len in (128, 4096):
+        for loop in closed_loops(replace(HOST, max_model_len=max_model_len)):
+            lengths = [loop.lengths(index) for index in range(loop.count)]
+            assert len(lengths) == 80
+            assert max(map(sum, lengths)) <= max_model_len
+            means = (loop.prompt_tokens, loop.output_tokens)
+            for of_kind, mean in zip(zip(*lengths, strict=True), means, strict=True):
+                assert min(of_kind) < 0.6 * mean
+                assert max(of_kind) > 1.4 * mean
+                assert sum(of_kind) / len(of_kind) == pytest.approx(mean, rel=0.05)

@@ -10,7 +10,8 @@ those of a draft model are (model_drafter.py), and KV is where that of a draft m
   position p uses slot p modulo this number.
 - Rows of a prompt are computed in a step of the drafter right behind the step that
   computed their states. Rows of a sequence that decodes are computed in its next round,
-  or when the sequence has _MAX_BACKLOG of them.
+  or in the next such step. When a sequence has more than _MAX_BACKLOG of them, there is
+  such a step for the rows of all sequences.
 - In a round, the first step computes the missing rows of each sequence; all their
   tokens are known. Each further step reads the draws and the outputs of the step
   before, which are still on the device. The next round computes these rows again, from
@@ -182,15 +183,18 @@ class StateDrafter:
 
     def _plan(self, scheduled: Sequenceable[Scheduled]) -> list[_PlannedItem]:
         planned = [
-            _PlannedItem(item, first_row, states, self._rows_to_compute(item))
+            _PlannedItem(item, first_row, states, _missing_rows(item))
             for item, first_row in _with_first_rows(scheduled)
             if (states := self._states_for(item)) is not None
         ]
+        # A step of the drafter mostly takes the time to read its weights, so one step
+        # for all sequences takes less time than one step for each.
+        is_due = any(_is_due(entry) for entry in planned)
         # Rows whose states are not going to be stored come first.
         planned.sort(key=lambda planned: planned.computed.stop <= planned.item.start)
         num_left = self._limits.max_step_tokens
         for entry in planned:
-            if len(entry.computed) > num_left:
+            if not is_due or len(entry.computed) > num_left:
                 entry.computed = range(entry.computed.start, entry.computed.start)
             num_left -= len(entry.computed)
         return planned
@@ -228,14 +232,6 @@ class StateDrafter:
         states.stop = start
         states.written_stop = start
         sequence.num_drafted = start
-
-    def _rows_to_compute(self, item: Scheduled) -> range:
-        """The rows of a sequence that are computed right behind the step."""
-        start = item.sequence.num_drafted
-        stop = _known_stop(item)
-        if stop <= item.start and stop - start <= _MAX_BACKLOG:
-            return range(start, start)
-        return range(start, max(start, stop))
 
     def _build_kv_step(self) -> StepInput | None:
         streams = []
@@ -383,6 +379,20 @@ class StateDrafter:
             states.hashes,
             range(computed.start // self._block_size, num_full),
         )
+
+
+def _missing_rows(item: Scheduled) -> range:
+    """The rows of a sequence that can be computed right behind the step, and that have
+    no draft KV."""
+    start = item.sequence.num_drafted
+    return range(start, max(start, _known_stop(item)))
+
+
+def _is_due(entry: _PlannedItem) -> bool:
+    """Whether the rows of a sequence must be computed behind the step: their states are
+    not going to be stored, or too many of them wait."""
+    is_prompt = entry.computed.stop > entry.item.start
+    return is_prompt or len(entry.computed) > _MAX_BACKLOG
 
 
 def _known_stop(item: Scheduled) -> int:

@@ -77,7 +77,7 @@ _MAX_DIGESTS = 64
 # are rate-limited.
 _MIN_WARNING_INTERVAL_S = 10.0
 _ACCEPT_RETRY_S = 0.01  # pause after a connection could not be accepted
-_LEASE_GONE = "the lease is unknown or has ended"
+_NO_LEASE = "the lease is unknown or has ended"
 
 StartDigest = Callable[[Scope, tuple[int, ...], OnSums], None]
 
@@ -325,7 +325,7 @@ class LeaseServer:
         """
         blocks = self._table.blocks(request.lease_id, self._clock())
         if blocks is None:
-            return LeaseEnded(nonce=request.nonce, reason=_LEASE_GONE)
+            return LeaseEnded(nonce=request.nonce, reason=_NO_LEASE)
         if request.nonce in self._digesting:
             self._digesting[request.nonce] = wire  # the request was repeated
             return None
@@ -409,7 +409,7 @@ class LeaseServer:
             return Ok(nonce=request.nonce)
         if not self._apply(request, self._clock()):
             self._counters["gone"] += 1
-            return LeaseEnded(nonce=request.nonce, reason=_LEASE_GONE)
+            return LeaseEnded(nonce=request.nonce, reason=_NO_LEASE)
         self._counters["renewed"] += isinstance(request, Renew)
         return Ok(nonce=request.nonce)
 

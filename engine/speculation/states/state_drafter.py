@@ -212,7 +212,7 @@ class StateDrafter:
             self._stored[sequence] = states
         first = max(states.start, states.drafted_from)
         is_continued = first <= sequence.num_drafted <= item.start <= states.stop
-        is_prompt = _known_stop(item) > item.start
+        is_prompt = _complete_stop(item) > item.start
         # The step may store states in the slots of those that the drafter reads then.
         if is_prompt and sequence.num_drafted < item.start:
             is_continued = False
@@ -309,13 +309,13 @@ class StateDrafter:
         for stream in sorted(streams, key=lambda stream: len(stream.states)):
             if len(stream.states) > num_left:
                 break
-            num_own = len(stream.blocks) * self._block_size
-            if stream.num_written > num_own:
+            num_allocated = len(stream.blocks) * self._block_size
+            if stream.num_written > num_allocated:
                 if num_scratch < self._limits.sizes.max_scratch_seqs:
                     stream.scratch = num_scratch
                     num_scratch += 1
                 else:
-                    stream.limit = num_own - stream.context_len + 1
+                    stream.limit = num_allocated - stream.context_len + 1
             num_left -= len(stream.states)
             self._blocks.forget(self._written_blocks(stream))
             selected.append(stream)
@@ -351,11 +351,11 @@ class StateDrafter:
         """The next rows of a sequence, from `num_drafted` on."""
         blocks = self._blocks.blocks_of(sequence)
         context = [blocks[index] for index in states.context]
-        own_blocks = blocks[states.drafted_from // self._block_size :]
+        new_blocks = blocks[states.drafted_from // self._block_size :]
         num_skipped = states.drafted_from - len(context) * self._block_size
         return DraftRows(
             sequence,
-            blocks=context + own_blocks,
+            blocks=context + new_blocks,
             num_skipped=num_skipped,
             start=sequence.num_drafted,
             states=table_rows,
@@ -385,7 +385,7 @@ def _missing_rows(item: Scheduled) -> range:
     """The rows of a sequence that can be computed right behind the step, and that have
     no draft KV."""
     start = item.sequence.num_drafted
-    return range(start, max(start, _known_stop(item)))
+    return range(start, max(start, _complete_stop(item)))
 
 
 def _is_due(entry: _PlannedItem) -> bool:
@@ -395,11 +395,11 @@ def _is_due(entry: _PlannedItem) -> bool:
     return is_prompt or len(entry.computed) > _MAX_BACKLOG
 
 
-def _known_stop(item: Scheduled) -> int:
+def _complete_stop(item: Scheduled) -> int:
     """The position after the last one of an item whose next token is known. The next
     token of a proposal is not."""
-    num_known = len(item.sequence.token_ids) - 1
-    return min(item.start + item.num_tokens, num_known)
+    num_complete = len(item.sequence.token_ids) - 1
+    return min(item.start + item.num_tokens, num_complete)
 
 
 def _with_first_rows(

@@ -169,7 +169,7 @@ def _working_set_tokens(workload: Workload) -> int:
     return sum(lengths.values())
 
 
-def least_computed_tokens(
+def min_computed_tokens(
     workload: Workload, requests: Iterable[tuple[int, int]], block_tokens: int
 ) -> int:
     """Return how many prompt tokens one server with an infinite cache computes.

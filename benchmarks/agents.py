@@ -28,7 +28,7 @@ import uvloop
 
 from benchmarks.agent_trace import (
     agent_workload,
-    least_computed_tokens,
+    min_computed_tokens,
     statistics_of,
     trace_lines,
 )
@@ -167,14 +167,14 @@ def figures(
     requests = [(r.session, r.turn) for r in sent if r.timeline.succeeded]
     block_tokens = int(min(values[_BLOCK_TOKENS] for values in gauges))
     pool_tokens = [int(v[_BLOCKS] * v[_BLOCK_TOKENS]) for v in gauges]
-    min_computed = least_computed_tokens(workload, requests, block_tokens)
+    min_computed = min_computed_tokens(workload, requests, block_tokens)
     computed = sum(
         counters.get(_COMPUTED, 0.0) for counters in result.counters.values()
     )
     side = side_figures(result, workload, parse_slo("ttft=1"))
     return {
         "computed_tokens": int(computed),
-        "least_computed_tokens": min_computed,
+        "min_computed_tokens": min_computed,
         "computed_over_least": round(computed / max(min_computed, 1), 4),
         "prompt_tokens": side["prompt_tokens"],
         "computed_share": round(computed / max(side["prompt_tokens"], 1), 4),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import agents
 from benchmarks.agent_trace import (
     agent_workload,
-    least_computed_tokens,
+    min_computed_tokens,
     statistics_of,
     trace_lines,
 )
@@ -85,7 +85,7 @@ def test_least_number_of_computed_tokens_is_that_of_an_infinite_cache(
             stops = range(block_tokens, len(text), block_tokens)
             cached |= {text[:stop] for stop in stops}
             requests.append((index, number))
-    assert least_computed_tokens(workload, requests, block_tokens) == expected
+    assert min_computed_tokens(workload, requests, block_tokens) == expected
 
 
 def test_working_set_has_the_tokens_that_sessions_share_once():

@@ -145,7 +145,7 @@ def test_sessions_continue_with_their_kv_when_the_decode_server_is_killed(uses_s
     document = player.document
     # The counters of the killed server ended with it.
     computed = document["computed_tokens"] + num_lost
-    excess = computed / document["least_computed_tokens"]
+    excess = computed / document["min_computed_tokens"]
     print(json.dumps({**document, "uses_store": uses_store, "excess": excess}))
     assert document["succeeded"] == document["requests"] == workload.num_requests
     assert excess <= MAX_EXCESS if uses_store else excess > MAX_EXCESS

@@ -21,6 +21,8 @@ _MAX_PROCESSES = 4  # each process starts servers of its own
 # Memory of one process: a dozen servers at most, each with torch.
 _PROCESS_BYTES = 4 << 30
 _E2E_FOLDER = "tests/e2e/"
+# The tests of _E2E_FOLDER from this file on take as long as those before it.
+_SECOND_E2E_PART = "tests/e2e/test_g"
 # This limit is shorter than pytest's, so that a test that hangs can still end
 # everything that it has started.
 _COROUTINE_TIMEOUT_S = 240.0
@@ -68,15 +70,17 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each process one file at a time.
 
-    All files of tests/e2e go to the same process, so that their shared clusters start
-    only once.
+    The files of tests/e2e go to two processes, so that their shared clusters start only
+    twice.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope: str = super()._split_scope(nodeid)
-            return _E2E_FOLDER if scope.startswith(_E2E_FOLDER) else scope
+            if not scope.startswith(_E2E_FOLDER):
+                return scope
+            return _E2E_FOLDER if scope < _SECOND_E2E_PART else _SECOND_E2E_PART
 
     return Scheduling(config, log)
 

@@ -36,12 +36,15 @@ from benchmarks.advice.predict import (
     recommended,
 )
 from benchmarks.advice.saturation import USUAL_STEP_TOKENS
-from benchmarks.advice.servers import ServerOptions, running_servers
+from benchmarks.advice.servers import (
+    ServerOptions,
+    connect_servers,
+    running_servers,
+)
 from benchmarks.advice.verify import (
     NUM_RUNS,
     Measured,
     Run,
-    connect_servers,
     load_of_run,
     run_deployment,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.advice.deployments import Deployment
+from benchmarks.advice.deployments import Deployment, arrangements
 from benchmarks.bench.errors import BenchError
 from benchmarks.simulation.contention import slowdown
 from benchmarks.simulation.times import EngineTimes
@@ -58,7 +58,7 @@ class HostConstants:
         replica_target_s: the same for complete servers.
         probe_s: seconds of a fixed small load, which shows later whether the host has
             become slower.
-        corrections: by `Deployment.arrangement`.
+        corrections: by `Deployment.arrangement`, for those of `arrangements`.
     """
 
     model: str
@@ -76,11 +76,22 @@ class HostConstants:
     def times_of(self, deployment: Deployment) -> EngineTimes:
         """Return the times of a server of this deployment.
 
-        An arrangement of servers that was not measured, because constants of another
-        number of servers are used, gets no correction.
+        A split that was not measured gets the correction of the most similar one. There
+        is no correction if the constants are those of another number of servers.
         """
-        correction = self.corrections.get(deployment.arrangement, Correction())
-        return correction.apply(self.times)
+        num_servers = deployment.prefills + deployment.decodes
+        measured = [
+            each
+            for each in arrangements(num_servers)
+            if each.is_split == deployment.is_split
+            and each.arrangement in self.corrections
+        ]
+        if not measured:
+            return self.times
+        nearest = min(
+            measured, key=lambda each: abs(each.prefills - deployment.prefills)
+        )
+        return self.corrections[nearest.arrangement].apply(self.times)
 
     def describe(self) -> str:
         """Return the constants in one line."""

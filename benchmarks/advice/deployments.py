@@ -24,7 +24,9 @@ class Deployment:
     @property
     def arrangement(self) -> str:
         """The numbers of servers of each kind, as text."""
-        return f"{self.prefills}P{self.decodes}D" if self.prefills else "replicas"
+        if not self.is_split:
+            return f"{self.decodes} replicas"
+        return f"{self.prefills}P{self.decodes}D"
 
     @property
     def is_split(self) -> bool:
@@ -58,11 +60,13 @@ def deployments(num_servers: int) -> list[Deployment]:
 
 
 def arrangements(num_servers: int) -> list[Deployment]:
-    """Return the simplest deployment of each kind: replicas, and each split."""
-    splits = [
-        split(prefills, num_servers - prefills, "always")
-        for prefills in range(1, num_servers)
-    ]
+    """Return the simplest deployment of replicas, and that of a few splits.
+
+    Between these splits, others are alike: with one prefill server, with one decode
+    server, and with as many of both.
+    """
+    numbers = sorted({1, num_servers // 2, num_servers - 1})
+    splits = [split(number, num_servers - number, "always") for number in numbers]
     return [deployments(num_servers)[0], *splits]
 
 

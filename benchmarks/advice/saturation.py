@@ -45,30 +45,17 @@ FloatArray = NDArray[np.float64]
 Simulate = Callable[[ClosedLoop, Correction], float]
 
 
-def measure_correction(
-    servers: RunningServers, deployment: Deployment, constants: HostConstants
-) -> Correction:
-    """Saturate servers in the arrangement of a deployment, and fit the factors.
-
-    Args:
-        servers: complete servers. The first ones serve as prefill servers.
+def measured_loops(
+    servers: RunningServers, deployment: Deployment, loops: Sequence[ClosedLoop]
+) -> list[float]:
+    """Return the seconds of closed loops at servers of a deployment.
 
     Raises:
         BenchError: the proxy was not ready, or a request failed.
     """
-    num_prefills = deployment.prefills
-    arranged = RunningServers(
-        servers.decodes[:num_prefills],
-        servers.decodes[num_prefills:],
-        servers.secret,
-        servers.timeout_s,
-    )
-    loops = closed_loops(constants)
-    with running_proxy(arranged, deployment) as proxy:
+    with running_proxy(servers, deployment) as proxy:
         pids = [*servers.pids, proxy.pid]
-        measured_s = asyncio.run(_measure_loops(proxy.url, pids, loops))
-    prompts, answers = zip(loops, measured_s, strict=True)
-    return correction_of(constants, deployment, prompts, answers)
+        return asyncio.run(_measure_loops(proxy.url, pids, loops))
 
 
 def closed_loops(constants: HostConstants) -> tuple[ClosedLoop, ClosedLoop]:
@@ -97,7 +84,7 @@ async def _measure_loops(
     async with AsyncExitStack() as stack:
         client = await connect(stack, Endpoint(url, ()))
         for loop in loops:
-            await client.send_loop(loop, next(seeds))  # connects the servers
+            await client.send_loop(loop, next(seeds))  # warm up
 
             async def once(loop: ClosedLoop = loop) -> float:
                 return await client.send_loop(loop, next(seeds))
@@ -137,43 +124,41 @@ def simulated_s(
 def correction_of(
     constants: HostConstants,
     deployment: Deployment,
-    prompts: tuple[ClosedLoop, float],
-    answers: tuple[ClosedLoop, float],
+    loops: Sequence[ClosedLoop],
+    measured_s: Sequence[float],
 ) -> Correction:
     """Return the factors with which the simulation takes as long as real servers.
 
     Args:
-        prompts: a closed loop with long prompts and short answers, and its measured
-            seconds.
-        answers: the same with short prompts and long answers.
+        loops: the loads of `closed_loops`.
+        measured_s: seconds that they took.
     """
     name = deployment.arrangement
 
     def simulate(loop: ClosedLoop, correction: Correction) -> float:
-        corrections = {name: correction}
-        corrected = replace(constants, corrections=corrections)
+        corrected = replace(constants, corrections={name: correction})
         return simulated_s(corrected, deployment, loop)
 
-    return fit_correction(simulate, prompts, answers)
+    return fit_correction(simulate, loops, measured_s)
 
 
 def fit_correction(
-    simulate: Simulate,
-    prompts: tuple[ClosedLoop, float],
-    answers: tuple[ClosedLoop, float],
+    simulate: Simulate, loops: Sequence[ClosedLoop], measured_s: Sequence[float]
 ) -> Correction:
     """Fit both factors, by Gauss-Newton steps on their logarithms.
 
     A factor that hardly changes the durations stays near 1, because a penalty
     (_PENALTY) on its logarithm outweighs what the loops show.
     """
-    loops = (prompts, answers)
     tried: list[tuple[float, FloatArray]] = []
 
     def errors(logs: FloatArray) -> FloatArray:
         correction = _correction(logs)
         values = np.array(
-            [math.log(simulate(loop, correction) / seconds) for loop, seconds in loops]
+            [
+                math.log(simulate(loop, correction) / seconds)
+                for loop, seconds in zip(loops, measured_s, strict=True)
+            ]
         )
         tried.append((values @ values + _PENALTY * (logs @ logs), logs))
         return values

@@ -1,5 +1,7 @@
 """Starts the servers and proxies that `baton bench advise` measures, on this host."""
 
+import asyncio
+import itertools
 import json
 import queue
 import secrets
@@ -9,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.advice.deployments import Deployment
+from benchmarks.advice.client import probe_url
+from benchmarks.advice.deployments import Deployment, split
 from benchmarks.bench.errors import BenchError
 from deploy.commands import PROGRAMS, Kind
 from deploy.healthcheck import LOOPBACK, fetch
@@ -126,6 +129,21 @@ def running_proxy(
         yield RunningProxy(url, proxy.pids[0])
     finally:
         lifecycle.terminate(proxy.children, _STOP_S)
+
+
+def connect_servers(servers: RunningServers) -> None:
+    """Let each decode server pull KV from each prefill server.
+
+    Otherwise the first requests of a run would wait for these connections, which take
+    seconds on a busy host.
+
+    Raises:
+        BenchError: a proxy was not ready, or a request failed.
+    """
+    for prefill, decode in itertools.product(servers.prefills, servers.decodes):
+        pair = RunningServers([prefill], [decode], servers.secret, servers.timeout_s)
+        with running_proxy(pair, split(1, 1, "always")) as proxy:
+            asyncio.run(probe_url(proxy.url))
 
 
 def _start(

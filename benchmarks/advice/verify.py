@@ -1,7 +1,6 @@
 """Runs a deployment on this host for real, to compare it with its prediction."""
 
 import asyncio
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -9,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.advice.client import probe_url
-from benchmarks.advice.deployments import Deployment, split
+from benchmarks.advice.deployments import Deployment
 from benchmarks.advice.predict import Prediction, percentile
 from benchmarks.advice.processors import OtherPrograms
 from benchmarks.advice.servers import (
     RunningServers,
     ServerOptions,
+    connect_servers,
     running_proxy,
     running_servers,
 )
@@ -119,21 +119,6 @@ def load_of_run(seed: int, number: int) -> LoadOptions:
     cached those of the runs before.
     """
     return LoadOptions(BodyOptions(seed=NUM_RUNS * seed + number), concurrency=10_000)
-
-
-def connect_servers(servers: RunningServers) -> None:
-    """Let each decode server pull KV from each prefill server.
-
-    Otherwise the first requests of a run would wait for these connections, which take
-    seconds on a busy host.
-
-    Raises:
-        BenchError: a proxy was not ready, or a request failed.
-    """
-    for prefill, decode in itertools.product(servers.prefills, servers.decodes):
-        pair = RunningServers([prefill], [decode], servers.secret, servers.timeout_s)
-        with running_proxy(pair, split(1, 1, "always")) as proxy:
-            asyncio.run(probe_url(proxy.url))
 
 
 def run_deployment(

@@ -95,12 +95,12 @@ def test_constants_are_read_as_written(tmp_path):
     constants = replace(
         HOST,
         times=replace(TIMES, decode_slowdown=(1.0, 1.5)),
-        corrections={"replicas": Correction(1.1, 0.9)},
+        corrections={"4 replicas": Correction(1.1, 0.9)},
     )
     save_constants(path, constants)
     assert read_constants(path) == constants
     assert "prompt 400 us a token" in constants.describe()
-    assert "saturated replicas: requests x 1.10, steps x 0.90" in constants.describe()
+    assert "saturated 4 replicas: requests x 1.10, steps x 0.90" in constants.describe()
 
 
 def test_invalid_corrections_are_named_with_their_file(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.advice.client import ClosedLoop
 from benchmarks.advice.constants import Correction
-from benchmarks.advice.deployments import arrangements
+from benchmarks.advice.deployments import arrangements, deployments
 from benchmarks.advice.predict import predict
 from benchmarks.advice.saturation import (
     closed_loops,
@@ -57,32 +57,32 @@ def test_correction_makes_the_simulation_as_slow_as_the_real_servers(deployment)
     real = Correction(request=1.4, step=0.9)
     name = deployment.arrangement
     real_host = replace(BUSY_HOST, corrections={name: real})
-    measured = [(loop, simulated_s(real_host, deployment, loop)) for loop in LOOPS]
-    correction = correction_of(BUSY_HOST, deployment, *measured)
+    measured_s = [simulated_s(real_host, deployment, loop) for loop in LOOPS]
+    correction = correction_of(BUSY_HOST, deployment, LOOPS, measured_s)
     corrected = replace(BUSY_HOST, corrections={name: correction})
-    for loop, seconds in measured:
+    for loop, seconds in zip(LOOPS, measured_s, strict=True):
         assert simulated_s(corrected, deployment, loop) == pytest.approx(
             seconds, rel=0.04
         )
 
 
 def test_correction_is_bounded():
-    measured = [(loop, 1e4) for loop in LOOPS]
-    assert correction_of(BUSY_HOST, REPLICAS, *measured) == Correction(4.0, 4.0)
+    correction = correction_of(BUSY_HOST, REPLICAS, LOOPS, [1e4, 1e4])
+    assert correction == Correction(4.0, 4.0)
 
 
 def test_factor_that_changes_no_duration_stays_one():
     def simulate(_loop: ClosedLoop, correction: Correction) -> float:
         return 2.0 * correction.step
 
-    measured = [(loop, 3.0) for loop in LOOPS]
-    correction = fit_correction(simulate, *measured)
+    correction = fit_correction(simulate, LOOPS, [3.0, 3.0])
     assert correction.request == 1.0
     assert correction.step == pytest.approx(1.5, rel=0.01)
 
 
 def test_correction_of_one_arrangement_changes_no_other():
-    host = replace(BUSY_HOST, corrections={"1P3D": Correction(2.0, 2.0)})
+    corrections = {"1P3D": Correction(2.0, 2.0), "2P2D": Correction()}
+    host = replace(BUSY_HOST, corrections=corrections)
     replicas, one_prefill, two_prefills, _ = arrangements(4)
     for deployment, is_slower in [
         (replicas, False),
@@ -105,3 +105,15 @@ def test_loads_that_saturate_fit_the_context_of_the_model():
                 assert min(of_kind) < 0.6 * mean
                 assert max(of_kind) > 1.4 * mean
                 assert sum(of_kind) / len(of_kind) == pytest.approx(mean, rel=0.05)
+
+
+def test_split_that_was_not_measured_gets_the_correction_of_a_similar_one():
+    corrections = {"8 replicas": Correction(2.0), "1P7D": Correction(3.0)}
+    corrections |= {"4P4D": Correction(0.5), "7P1D": Correction(4.0)}
+    assert [each.arrangement for each in arrangements(8)] == list(corrections)
+    host = replace(BUSY_HOST, corrections=corrections)
+    for deployment in deployments(8):
+        factor = host.times_of(deployment).token_s / TIMES.token_s
+        nearest = {0: 2.0, 1: 3.0, 2: 3.0, 3: 0.5, 4: 0.5, 5: 0.5, 6: 4.0, 7: 4.0}
+        assert factor == pytest.approx(nearest[deployment.prefills])
+    assert host.times_of(REPLICAS) == BUSY_HOST.times  # of four servers

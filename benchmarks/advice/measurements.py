@@ -1,0 +1,212 @@
+"""Single measurements with real servers: steps, prompts, hand-overs, processor time."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from benchmarks.advice.client import Client, ClosedLoop, probe_s
+from benchmarks.advice.processors import typical_s
+from benchmarks.advice.saturation import USUAL_STEP_TOKENS
+from benchmarks.bench.errors import BenchError
+
+SHORT_PROMPT = 16
+# Streams of each server, and tokens of each prompt (for steps with USUAL_STEP_TOKENS),
+# with which the slowdown of several servers is measured.
+SHARED_STREAMS = 4
+_SHARED_PROMPT = 256
+_PROMPTS_IN_FLIGHT = 2  # of each server, so that its engine does not wait for requests
+_SHARED_PROMPTS = 8  # of each server
+_DECODE_TOKENS = 32
+# Lengths of prompts where a step has 512 prompt tokens, as on a CPU. With larger steps,
+# as on a GPU, they are as many times as long.
+_PROMPT_LENGTHS = (32, 128, 512, 1536)
+_LONG_CONTEXT = 1024
+_REPEATS = 5
+# Requests with which processor time is measured, and how many of them are in flight.
+_WORK_REQUESTS = 24
+_WORK_IN_FLIGHT = 4
+
+
+class Measurements:
+    """Measures times and processor times through proxies.
+
+    Args:
+        max_model_len: longest prompt and answer of the model together (tokens).
+        pids: the servers and proxies.
+        step_tokens: maximum prompt tokens of a step.
+
+    Attributes:
+        lengths: lengths of prompts to measure, in ascending order; at least two.
+        long_context: prompt tokens of streams with a long context.
+    """
+
+    def __init__(
+        self, max_model_len: int, pids: Sequence[int], step_tokens: int
+    ) -> None:
+        self._pids = pids
+        self._seed = int(time.time())  # no prompt is cached from an earlier run
+        scale = max(1, step_tokens // USUAL_STEP_TOKENS)
+        limit = max_model_len - _DECODE_TOKENS
+        if limit < scale * _PROMPT_LENGTHS[1]:
+            raise BenchError(
+                f"the model takes {limit + _DECODE_TOKENS} tokens, too few to measure "
+                "prompts; its context must have "
+                f"{scale * _PROMPT_LENGTHS[1] + _DECODE_TOKENS} or more"
+            )
+        lengths = [scale * length for length in _PROMPT_LENGTHS]
+        self.lengths = [length for length in lengths if length <= limit]
+        self._shared_length = min(scale * _SHARED_PROMPT, self.lengths[-1])
+        self.long_context = min(scale * _LONG_CONTEXT, limit // 2)
+
+    def _next_seed(self) -> int:
+        self._seed += 1
+        return self._seed
+
+    async def decode_s(
+        self, clients: Sequence[Client], streams: int, prompt_tokens: int
+    ) -> float:
+        """Return the mean duration of steps while each server has `streams` streams."""
+        return await self._typical(
+            lambda: self._decode_once_s(clients, streams, prompt_tokens)
+        )
+
+    async def _decode_once_s(
+        self, clients: Sequence[Client], streams: int, prompt_tokens: int
+    ) -> float:
+        """Return the mean duration of the steps in which all streams generate."""
+        requests = [
+            client.send(prompt_tokens, _DECODE_TOKENS, self._next_seed())
+            for client in clients
+            for _ in range(streams)
+        ]
+        timelines = await asyncio.gather(*requests)
+        # All tokens of a short answer may arrive in one event.
+        begin = max(timeline.token_at[:2][-1] for timeline in timelines)
+        end = min(timeline.token_at[-1] for timeline in timelines)
+        means = []
+        for timeline in timelines:
+            times = [at for at in timeline.token_at if begin <= at <= end]
+            if len(times) > 1:
+                means.append((times[-1] - times[0]) / (len(times) - 1))
+        if not means:
+            # Streams did not overlap: prompts took longer than all answers.
+            means = [timeline.mean_itl_s for timeline in timelines]
+        return statistics.mean(means)
+
+    async def prompt_s(self, client: Client, num_tokens: int) -> float:
+        """Return the time to first token on an idle server."""
+
+        async def once() -> float:
+            timeline = await client.send(num_tokens, 1, self._next_seed())
+            return timeline.ttft_s
+
+        return await self._typical(once)
+
+    async def shared_prompt_s(self, clients: Sequence[Client]) -> float:
+        """Return the time per prompt while each server computes one after another."""
+
+        async def once() -> float:
+            runs = [
+                self._send_prompts(
+                    client, _SHARED_PROMPTS, _PROMPTS_IN_FLIGHT, self._shared_length
+                )
+                for client in clients
+            ]
+            elapsed_s = await asyncio.gather(*runs)
+            return statistics.mean(elapsed_s) / _SHARED_PROMPTS
+
+        return await self._typical(once)
+
+    async def request_work_s(self, client: Client, num_outputs: int = 1) -> float:
+        """Return the processor time outside of engines of a request with a short
+        prompt.
+        """
+
+        async def once() -> float:
+            before_s = client.work_s()
+            await self._send_prompts(
+                client, _WORK_REQUESTS, _WORK_IN_FLIGHT, self.lengths[1], num_outputs
+            )
+            return (client.work_s() - before_s) / _WORK_REQUESTS
+
+        return await self._typical(once)
+
+    async def engine_work_s(self, client: Client) -> float:
+        """Return the processor time of `Client.engine_pids` for a request with two
+        tokens.
+        """
+
+        async def once() -> float:
+            before_s = client.engine_work_s()
+            await self._send_prompts(client, _WORK_REQUESTS, 1, self.lengths[1], 2)
+            return (client.engine_work_s() - before_s) / _WORK_REQUESTS
+
+        return await self._typical(once)
+
+    async def _typical(self, run: Callable[[], Awaitable[float]]) -> float:
+        return await typical_s(self._pids, run)
+
+    async def delivery_work_s(self, client: Client, streams: int) -> float:
+        """Return the processor time to deliver the tokens of a step.
+
+        It is what requests need in addition if they get more than one token.
+        """
+
+        async def once() -> float:
+            work_s = []
+            for num_outputs in (1, _DECODE_TOKENS):
+                before_s = client.work_s()
+                requests = [
+                    client.send(SHORT_PROMPT, num_outputs, self._next_seed())
+                    for _ in range(streams)
+                ]
+                await asyncio.gather(*requests)
+                work_s.append(client.work_s() - before_s)
+            return (work_s[1] - work_s[0]) / (_DECODE_TOKENS - 1)
+
+        return await self._typical(once)
+
+    async def _send_prompts(
+        self,
+        client: Client,
+        count: int,
+        in_flight: int,
+        num_tokens: int,
+        num_outputs: int = 1,
+    ) -> float:
+        """Send prompts, `in_flight` at a time. Return the seconds that they took."""
+        loop = ClosedLoop(num_tokens, num_outputs, count, in_flight)
+        seed = self._seed
+        self._seed += count
+        return await client.send_loop(loop, seed)
+
+    async def handoff_delays_s(
+        self, single: Client, pair: Client, length: int
+    ) -> tuple[float, float]:
+        """Return what the hand-over of a prompt adds to the first and to the second
+        token.
+
+        Args:
+            single: a server that computes prompts itself.
+        """
+        extra_s = []
+        gaps_s = []
+        await pair.send(length, 4, self._next_seed())  # connects the two servers
+        for _ in range(_REPEATS):
+            unpaired = await single.send(length, 4, self._next_seed())
+            paired = await pair.send(length, 4, self._next_seed())
+            extra_s.append(paired.ttft_s - unpaired.ttft_s)
+            # All tokens of a short answer may arrive in one event.
+            if paired.gaps_s and unpaired.gaps_s:
+                gaps_s.append(paired.gaps_s[0] - unpaired.gaps_s[0])
+        return statistics.median(extra_s), statistics.median(gaps_s or [0.0])
+
+    async def probe_s(self, client: Client) -> float:
+        """Return the seconds of the probe."""
+        return await probe_s(client, self._next_seed())
+
+
+def mean_context(streams: int, prompt_tokens: int) -> float:
+    """Return the tokens of KV of the streams of `decode_s`, on average."""
+    return streams * (prompt_tokens + _DECODE_TOKENS / 2)

@@ -129,6 +129,10 @@ def test_sessions_continue_with_their_kv_when_the_decode_server_is_killed(uses_s
             partial(start_prefill, model, *options),
             partial(start_decode, model, *options),
         ) as (prefill, decode):
+            # KV that is computed before a server can use the store is not offered.
+            up = float(uses_store)
+            wait_until(lambda: prefill.metrics()["baton_host_kv_up"] == up)
+            wait_until(lambda: decode.metrics()["baton_host_kv_up"] == up)
             # As with `baton up`, requests wait until the server is restarted.
             waits = ("--resume-wait-s", "120", "--max-queue-s", "120")
             proxy = start_proxy([prefill], [decode], *waits)

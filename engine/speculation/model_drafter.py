@@ -16,16 +16,16 @@ One round proposes tokens for all given sequences:
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass
 
-from engine.core.batch import Executor, PendingStep, StepInput
+from engine.core.batch import Executor
 from engine.core.sequence import Sequence
 from engine.speculation.catch_up import CatchUpBudget
 from engine.speculation.draft_kv import DraftedBlocks, DraftPoolSizes
 from engine.speculation.draft_round import DraftRound, DraftStream
+from engine.speculation.run_round import run_round
 from kvcache.groups import KVGroups
 
 
@@ -198,22 +198,12 @@ class ModelDrafter:
         num_tokens = sum(stream.num_tokens for stream in streams)
         draft_round = DraftRound(streams, self._limits.sizes)
         started_s = self._clock()
-        launched: deque[tuple[PendingStep, dict[DraftStream, int]]] = deque()
-        step: StepInput | None = draft_round.first_step(
+        step = draft_round.first_step(
             as_rows=is_usual
             and num_tokens <= self._limits.max_graph_rows
             and all(stream.is_complete for stream in streams)
         )
-        while step is not None or launched:
-            if step is not None:
-                launched.append((self._executor.launch(step), draft_round.rows))
-                step = draft_round.next_step()
-            if step is not None and len(launched) <= self._executor.depth:
-                continue
-            pending, rows = launched.popleft()
-            token_ids = pending.result().token_ids
-            for stream, row in rows.items():
-                stream.proposals.append(token_ids[row])
+        for _ in run_round(self._executor, draft_round, step):
             if not is_usual:
                 self._budget.record(num_tokens, self._clock() - started_s)
                 is_usual = True  # later steps compute no missing tokens

@@ -3,38 +3,14 @@
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.make_models import ensure_model
-from tests.rigs.client import MODEL, TIMEOUT_S
-from tests.rigs.cluster import Server, assert_idle, start_decode, started
-from tests.rigs.plain_http import http
+from tests.rigs.cluster import assert_idle, start_decode, started
+from tests.rigs.drafting_requests import REQUESTS, answers
 
-_PROMPT = "Anna found a red ball. Ben found a red ball, too. Anna lost her red ball."
-_REQUESTS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0.8, "seed": 3, "n": 2},
-    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "presence_penalty": 0.5},
-]
-
-
-def _answers(server: Server, options: dict[str, Any]) -> tuple[list[str], int, int]:
-    """Return the texts of an answer, and how many proposals were accepted and
-    rejected."""
-    body = {"model": MODEL, "prompt": _PROMPT, "max_tokens": 200, "ignore_eos": True}
-    response = http.post(
-        f"{server.url}/v1/completions", json={**body, **options}, timeout=TIMEOUT_S
-    )
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    details = answer["usage"]["completion_tokens_details"]
-    return (
-        [choice["text"] for choice in answer["choices"]],
-        details["accepted_prediction_tokens"],
-        details["rejected_prediction_tokens"],
-    )
+_MAX_TOKENS = 200
 
 
 @pytest.mark.parametrize("argv", [(), ("--tp", "2")], ids=["one rank", "two ranks"])
@@ -47,9 +23,9 @@ def test_answers_are_those_without_a_draft_model(tiny_model: Path, argv) -> None
         plain, drafting = servers
         num_accepted = 0
         num_rejected = 0
-        for options in _REQUESTS:
-            texts, *counts = _answers(drafting, options)
-            assert texts == _answers(plain, options)[0]
+        for options in REQUESTS:
+            texts, *counts = answers(drafting.url, options, _MAX_TOKENS)
+            assert texts == answers(plain.url, options, _MAX_TOKENS)[0]
             num_accepted += counts[0]
             num_rejected += counts[1]
         metrics = drafting.metrics()

@@ -2,48 +2,24 @@
 one."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 
 from tests.make_models import ensure_model
-from tests.rigs.client import MODEL, TIMEOUT_S
 from tests.rigs.cluster import Server, assert_idle, cluster, start_decode, started
-from tests.rigs.plain_http import http
+from tests.rigs.drafting_requests import REQUESTS, answers
 from tests.rigs.state_drafts import engine_options
 
-_PROMPT = "Anna found a red ball. Ben found a red ball, too. Anna lost her red ball."
-_REQUESTS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0.8, "seed": 3, "n": 2},
-    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "presence_penalty": 0.5},
-]
-
-
-def _answers(url: str, options: dict[str, Any]) -> tuple[list[str], int, int]:
-    """Return the texts of an answer, and how many proposals were accepted and
-    rejected."""
-    body = {"model": MODEL, "prompt": _PROMPT, "max_tokens": 150, "ignore_eos": True}
-    response = http.post(
-        f"{url}/v1/completions", json={**body, **options}, timeout=TIMEOUT_S
-    )
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    details = answer["usage"]["completion_tokens_details"]
-    return (
-        [choice["text"] for choice in answer["choices"]],
-        details["accepted_prediction_tokens"],
-        details["rejected_prediction_tokens"],
-    )
+_MAX_TOKENS = 150
 
 
 def _assert_equal_answers(drafting: Server, url: str, plain_url: str) -> None:
     """Compare answers, and the counts of proposals with the metrics of the server that
     drafts."""
     counts = [0, 0]
-    for options in _REQUESTS:
-        texts, *answer_counts = _answers(url, options)
-        assert texts == _answers(plain_url, options)[0]
+    for options in REQUESTS:
+        texts, *answer_counts = answers(url, options, _MAX_TOKENS)
+        assert texts == answers(plain_url, options, _MAX_TOKENS)[0]
         counts = [a + b for a, b in zip(counts, answer_counts, strict=True)]
     num_accepted, num_rejected = counts
     metrics = drafting.metrics()

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from model.decoder import CausalLM, StateCapture
 from model.drafters.draft_model import DraftModel
-from model.drafters.load import load_eagle3, load_mtp
-from tests.make_drafters import KINDS, ensure_drafter
-from tests.make_models import ensure_model
+from tests.make_drafters import KINDS
 from tests.model.dense import DenseAttention, greedy
-from tests.model.random_models import load
+from tests.rigs.state_drafts import load_pair
 
 _PROMPT_TOKENS = 24
 _NUM_TOKENS = 96
@@ -22,16 +20,6 @@ _NUM_PROPOSALS = 3
 # Smallest shares of first, second and third proposals that equal the target's tokens,
 # counted if those before them do. By chance, a share would be 1 / 512.
 _MIN_RATES = (0.6, 0.4, 0.2)
-
-
-def _load_pair(kind: str) -> tuple[CausalLM, DraftModel]:
-    target_kind, style = KINDS[kind]
-    folder = ensure_drafter(kind)
-    if style == "eagle3":
-        target = load(ensure_model(target_kind))
-        return target, load_eagle3(target, folder, dtype=torch.float32)
-    target = load(folder)
-    return target, load_mtp(target, folder, dtype=torch.float32)
 
 
 def _states(target: CausalLM, draft: DraftModel, token_ids: list[int]) -> Tensor:
@@ -69,7 +57,7 @@ def _proposals(draft: DraftModel, states: Tensor, token_ids: list[int]) -> list[
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_most_proposals_equal_the_tokens_of_the_target(kind):
-    target, draft = _load_pair(kind)
+    target, draft = load_pair(kind)
     prompt = list(range(40, 40 + _PROMPT_TOKENS))
     token_ids = prompt + greedy(target, prompt, _NUM_TOKENS)
     states = _states(target, draft, token_ids)

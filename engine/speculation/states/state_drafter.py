@@ -25,7 +25,6 @@ block. No other sequence uses the slot, because the engine's model has yet to wr
 the block. Positions for rotary embeddings are always those of the tokens.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field, replace
@@ -34,10 +33,11 @@ from typing import Final
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import Executor, PendingStep, StepInput
+from engine.core.batch import Executor, StepInput
 from engine.core.plan import Scheduled
 from engine.core.sequence import Phase, Sequence
 from engine.speculation.model_drafter import DraftLimits
+from engine.speculation.run_round import run_round
 from engine.speculation.states.state_blocks import StateBlocks
 from engine.speculation.states.state_rounds import DraftRows, StateRound, kv_step
 from model.drafters.state_sizes import StateTableSizes
@@ -325,20 +325,9 @@ class StateDrafter:
         """Runs the steps of a round, and stores the draws as proposals."""
         draft_round = StateRound(streams, self._limits.sizes, self._table)
         num_rows = sum(len(stream.states) for stream in streams)
-        launched: deque[tuple[PendingStep, dict[DraftRows, int]]] = deque()
-        step: StepInput | None = draft_round.first_step(
-            as_rows=num_rows <= self._limits.max_graph_rows
-        )
-        while step is not None or launched:
-            if step is not None:
-                launched.append((self._executor.launch(step), draft_round.rows))
-                step = draft_round.next_step()
-            if step is not None and len(launched) <= self._executor.depth:
-                continue
-            pending, rows = launched.popleft()
-            token_ids = pending.result().token_ids
-            for stream, row in rows.items():
-                stream.proposals.append(token_ids[row])
+        step = draft_round.first_step(as_rows=num_rows <= self._limits.max_graph_rows)
+        for _ in run_round(self._executor, draft_round, step):
+            pass
 
     # -- rows -------------------------------------------------------------------------
 

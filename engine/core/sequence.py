@@ -128,7 +128,7 @@ class Sequence:
         parent = choices.parent
         remote = request.remote
         if remote is not None:
-            parent.pull = PromptPull(remote, request)
+            parent.pull = PromptPull(remote, request, parent.request_id)
         if request.num_prompt_logprobs is not None:
             parent.prompt_logprobs = PromptLogprobs(
                 len(request.token_ids), remote.prompt_logprobs if remote else None

@@ -25,6 +25,7 @@ from engine.kv.rates import Rates
 from engine.kv.stalls import DeadlockTimer, QuarantineTimer, pulls_without_capacity
 from engine.kv.store_link import StoreRegion
 from kvcache.transfer.pulls.coordinator import PullCoordinator
+from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import (
     LookedUp,
     PeerDecided,
@@ -45,7 +46,6 @@ from protocol.errors import (
     PullCircuitOpen,
     from_code,
 )
-from protocol.ipc.kv_store import STORE_PREFIX
 from protocol.messages import RemotePrefill
 from protocol.metrics import stat_key
 
@@ -86,9 +86,9 @@ class Borrower(KVConnector):
         self._policy = policy
         self._rates = rates
         self._num_releases = 0  # references that were released unused
-        # Sequences with a pull that has not ended, by request id.
+        # Sequences with a pull that has not ended, by the id of the pull.
         self._pulling: dict[str, Sequence] = {}
-        # Blocks that READs of an ended pull may still write to, by request id.
+        # Blocks that READs of an ended pull may still write to, by the id of the pull.
         self._undrained: dict[str, list[int]] = {}
         self._deadlock = DeadlockTimer()
         self._quarantine = QuarantineTimer(quarantine_timeout_s)
@@ -128,7 +128,7 @@ class Borrower(KVConnector):
         needs_first_token = request.max_tokens and not request.resumed_choices
         if needs_first_token and not (remote.first_tokens or sequence.pull.is_offer):
             self._counters.count_redrawn_first_token()
-        self._hold_and_enqueue(sequence, remote)
+        self._hold_and_enqueue(sequence, sequence.pull)
 
     def _on_looked_up(self, event: LookedUp) -> None:
         result = self._lookups.on_looked_up(event)
@@ -145,7 +145,7 @@ class Borrower(KVConnector):
         if sequence.pull is None:
             self.core.enqueue(sequence)
         else:
-            self._hold_and_enqueue(sequence, sequence.pull.remote)
+            self._hold_and_enqueue(sequence, sequence.pull)
 
     def _use_prefix(
         self, sequence: Sequence, remote: RemotePrefill, *, is_in_store: bool
@@ -156,16 +156,20 @@ class Borrower(KVConnector):
             self.on_release(sequence.pull.remote)
             for choice in sequence.choices:
                 choice.request = msgspec.structs.replace(choice.request, remote=None)
-        sequence.pull = PromptPull(remote, sequence.request)
+        pull_id = sequence.request_id
+        if is_in_store:
+            # A pull with the request's id may have been given up before.
+            pull_id = f"{sequence.request_id}-{new_id()}"
+        sequence.pull = PromptPull(remote, sequence.request, pull_id)
         if is_in_store:
             self.on_promoted(sequence, remote.num_tokens)
 
-    def _hold_and_enqueue(self, sequence: Sequence, remote: RemotePrefill) -> None:
+    def _hold_and_enqueue(self, sequence: Sequence, pull: PromptPull) -> None:
         """Starts to renew the lease on the remote KV regularly. Enqueues the sequence
         as soon as this KV can be pulled."""
-        self._pulling[sequence.request_id] = sequence
-        self._coordinator.hold(sequence.request_id, remote)
-        self._enqueue_when_ready(sequence, remote)
+        self._pulling[pull.pull_id] = sequence
+        self._coordinator.hold(pull.pull_id, pull.remote)
+        self._enqueue_when_ready(sequence, pull.remote)
 
     def _enqueue_when_ready(self, sequence: Sequence, remote: RemotePrefill) -> None:
         """Enqueues the sequence if the handshake is complete and the lease exists.
@@ -191,7 +195,7 @@ class Borrower(KVConnector):
             return
         num_blocks = -(-stop // scheduler.limits.block_size)
         self._coordinator.pull(
-            sequence.request_id,
+            sequence.pull.pull_id,
             sequence.pull.remote,
             start,
             stop,
@@ -209,14 +213,15 @@ class Borrower(KVConnector):
             self._release_remote(sequence)
 
     def on_abort(self, sequence: Sequence) -> bool:
-        if self._lookups.forget(sequence) and sequence.pull is not None:
-            self.on_release(sequence.pull.remote)
-        if self._pulling.get(sequence.request_id) is not sequence:
+        pull = sequence.pull
+        if self._lookups.forget(sequence) and pull is not None:
+            self.on_release(pull.remote)
+        if pull is None or self._pulling.get(pull.pull_id) is not sequence:
             return False
         self._release_remote(sequence)
         if sequence.phase is Phase.RECEIVING:
             fresh_blocks = self.core.scheduler.abandon_pull(sequence)
-            self._undrained[sequence.request_id] = fresh_blocks
+            self._undrained[pull.pull_id] = fresh_blocks
             return True
         return False
 
@@ -235,8 +240,10 @@ class Borrower(KVConnector):
             keep_lease: whether the lease is kept, so that another decode server may use
                 it.
         """
-        del self._pulling[sequence.request_id]
-        self._coordinator.cancel(sequence.request_id, keep_lease=keep_lease)
+        assert sequence.pull is not None
+        pull_id = sequence.pull.pull_id
+        del self._pulling[pull_id]
+        self._coordinator.cancel(pull_id, keep_lease=keep_lease)
 
     # -- events -------------------------------------------------------------------
 
@@ -368,10 +375,9 @@ class Borrower(KVConnector):
     def _source_of(self, sequence: Sequence) -> str:
         """The label `source` of baton_kv_pulled_tokens for a sequence with a pull."""
         assert sequence.pull is not None
-        if sequence.request.remote is not None:
-            return "prefill"
-        is_in_store = sequence.pull.remote.engine_id.startswith(STORE_PREFIX)
-        return "host" if is_in_store else "peer"
+        if sequence.pull.is_from_store:
+            return "host"
+        return "peer" if sequence.request.remote is None else "prefill"
 
     def _on_failed(self, event: PullFailed) -> None:
         """Recomputes or fails the sequence of a failed pull. Quarantines the blocks
@@ -406,7 +412,8 @@ class Borrower(KVConnector):
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
         """Recomputes or fails a sequence that holds no blocks, after its pull was given
-        up with `error`."""
+        up with `error`. The store may have KV that need not be computed."""
+        was_from_store = sequence.pull is not None and sequence.pull.is_from_store
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
         self._report_failure(sequence, error)
@@ -419,7 +426,7 @@ class Borrower(KVConnector):
         elif sequence.accounting.was_admitted:
             # The sequence has had blocks, so it has already waited in the queue.
             self.core.scheduler.requeue(sequence)
-        else:
+        elif was_from_store or not self._lookups.begin_in_store(sequence):
             self.core.enqueue(sequence)
 
     def _may_recompute(self, sequence: Sequence) -> bool:

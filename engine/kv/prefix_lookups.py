@@ -118,11 +118,39 @@ class PrefixLookups:
                 targets.append(request.hint)
             else:
                 self._counters.count_lookup("computed")
+        targets += self._store_if_worth_a_pull(sequence, num_cached, max_tokens)
+        return self._begin(sequence, table, targets, num_cached, max_tokens)
+
+    def begin_in_store(self, sequence: Sequence) -> bool:
+        """Sends a lookup to the store only, because the pull from another engine was
+        given up. Returns whether a lookup was sent."""
+        if sequence.is_scoring:
+            return False
+        max_tokens = self._max_tokens(sequence)
+        table = self._cached_table(sequence, max_tokens)
+        num_cached = self._core.scheduler.tables.num_tokens(table)
+        targets = self._store_if_worth_a_pull(sequence, num_cached, max_tokens)
+        return self._begin(sequence, table, targets, num_cached, max_tokens)
+
+    def _store_if_worth_a_pull(
+        self, sequence: Sequence, num_cached: int, max_tokens: int
+    ) -> list[KVHint]:
         region = self._get_region()
-        if region is not None and time.monotonic() >= self._store_paused_until_s:
-            store = region.hint()
-            if self._is_worth_a_pull(store, sequence, num_cached, max_tokens):
-                targets.append(store)
+        if region is None or time.monotonic() < self._store_paused_until_s:
+            return []
+        store = region.hint()
+        if not self._is_worth_a_pull(store, sequence, num_cached, max_tokens):
+            return []
+        return [store]
+
+    def _begin(
+        self,
+        sequence: Sequence,
+        table: list[int],
+        targets: list[KVHint],
+        num_cached: int,
+        max_tokens: int,
+    ) -> bool:
         if not targets:
             return False
         self._evict_last(table)

@@ -76,7 +76,7 @@ class DeadlockTimer:
         if scheduler.running:
             self._deadlocked_since = now
         for sequence in reversed(scheduler.waiting):
-            if sequence.pull is not None:
+            if sequence.pull is not None and not sequence.pull.is_from_store:
                 return sequence
         return None
 

@@ -43,9 +43,8 @@ STORE_BYTES = 512 << 20
 COMPUTED = "baton_engine_step_prompt_tokens_total"
 ANSWERS = 'baton_proxy_requests_total{path="pd"'
 MAX_TURNS = 15
-# The computed tokens exceed the least by at most this factor. On an idle machine it is
-# 1.05 to 1.2 with a store, and 6.4 without. It is up to 1.4 if the two small pools wait
-# for each other: after 5 s a pull is given up, and its prompt is computed.
+# The computed tokens exceed the least by at most this factor. It is 1.03 to 1.08 with a
+# store, and 6.4 without.
 MAX_EXCESS = 1.25
 # The trace has 24 conversations of 6 turns. Blocks of 512 tokens become blocks of 16.
 NUM_CONVERSATIONS = 24

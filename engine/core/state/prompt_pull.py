@@ -2,6 +2,7 @@
 
 from msgspec.structs import replace
 
+from protocol.ipc.kv_store import STORE_PREFIX
 from protocol.messages import AddRequest, FirstToken, RemotePrefill, ResumedChoice
 
 
@@ -22,10 +23,15 @@ class PromptPull:
     Attributes:
         remote: the reference to the KV. The reference of an offer has no lease before
             `begin`, and no first tokens before `seal`.
+        pull_id: names this pull in orders and events. Another pull of the same request
+            has another name.
     """
 
-    def __init__(self, remote: RemotePrefill, request: AddRequest) -> None:
+    def __init__(
+        self, remote: RemotePrefill, request: AddRequest, pull_id: str
+    ) -> None:
         self.remote = remote
+        self.pull_id = pull_id
         self._num_prompt_tokens = len(request.token_ids)
         self._resumed_choices = request.resumed_choices or [ResumedChoice()]
 
@@ -34,6 +40,11 @@ class PromptPull:
         """Whether the reference was made before the other engine computed the
         prompt."""
         return self.remote.transfer_id is not None
+
+    @property
+    def is_from_store(self) -> bool:
+        """Whether the KV comes from a KV store, which never waits for an engine."""
+        return self.remote.engine_id.startswith(STORE_PREFIX)
 
     def begin(self, lease_id: str) -> None:
         """Records the lease of an offer. The other engine grants the lease once the

@@ -170,8 +170,9 @@ def test_eagle3_of_other_writers_is_the_same_drafter(llama, tmp_path):
         propose(load_eagle3(llama, folder, dtype=torch.float32), states, 50)[-1]
         for folder in (tmp_path / "plain", nested, prefixed)
     ]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    # Where a weight begins in its file may change the last bits of a product.
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2])
 
 
 @pytest.mark.parametrize(

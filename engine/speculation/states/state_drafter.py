@@ -105,9 +105,11 @@ class _PlannedItem:
 
     @property
     def stored(self) -> range:
-        """The positions whose states the step stores."""
+        """The positions whose states the step stores. Never empty, because the ranks
+        put the states of a step into their tables only if some are stored."""
         stop = self.item.start + self.item.num_tokens
-        return range(max(self.item.start, self.computed.stop), stop)
+        start = max(self.item.start, self.computed.stop)
+        return range(min(start, stop - 1), stop)
 
 
 class StateDrafter:

@@ -141,6 +141,18 @@ def test_proposals_equal_those_of_complete_sequences(
 
 
 @pytest.mark.parametrize("kind", ["mtp-gqa", "eagle3-gqa"])
+def test_prompt_of_several_steps_is_drafted_from_its_own_states(lone, kind) -> None:
+    """No other sequence decodes, so the first steps draw nothing."""
+    with _ranks(kind, max_num_batched_tokens=8) as ranks:
+        drafter = ranks.drafts[0].make_drafter(ranks.executor)
+        checked = CheckedDrafter(drafter, lone[kind])
+        core, _ = _core(ranks, checked)
+        run_until_idle(core, add("r", [7 * index % 101 for index in range(37)], 20))
+    assert checked.num_proposed and not checked.failures, checked.failures[0]
+    assert set(checked.num_skipped) == {0}
+
+
+@pytest.mark.parametrize("kind", ["mtp-gqa", "eagle3-gqa"])
 def test_trained_drafter_is_often_right(kind) -> None:
     """By chance, one of 512 proposals would be right."""
     prompt = list(range(40, 64))

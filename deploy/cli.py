@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return resolve_name(COMMANDS[name].program)(rest) or 0
             except KeyboardInterrupt:  # Ctrl-C came before the program handled signals
                 return 130
-    from protocol.near_names import suggestion
+    from protocol.settings.near_names import suggestion
 
     print(
         f"baton: unknown command {words[0]}{suggestion(words[0], COMMANDS)}",

@@ -9,9 +9,16 @@ from kvcache.layout import KVLayout
 from kvcache.shared_memory import SharedMemory
 from protocol.handshake import AXES
 
+# A pool behind another one begins at a multiple of this number of bytes, to which torch
+# aligns its allocations on a GPU.
+ALIGN_BYTES = 512
+
 
 class KVPool:
     """One zero-filled allocation that holds all layers' KV of one rank.
+
+    The allocation may have more memory behind this KV, for the pool of a drafter. Then
+    peers reach both pools in the same way.
 
     On the CPU the allocation is a separate mapping, which starts at a page border. A
     page takes memory only after its first write, so unused parts of a large pool take
@@ -25,9 +32,14 @@ class KVPool:
             all are 1.
         groups: The model's layer groups (kvcache/groups.py), which share the pool's
             blocks. `layout.num_layers` counts the layers of one group.
+        extra_bytes: Size of the memory behind the KV.
+        memory: uint8 [layout.nbytes]: Memory to use instead of a new allocation.
 
     Attributes:
-        flat_bytes: uint8 [nbytes]: the whole allocation, as bytes.
+        memory: uint8: the whole allocation, including the memory behind the KV.
+        extra: uint8 [extra_bytes]: the memory behind the KV, which begins
+            `extra_offset` bytes behind the start of `memory`.
+        flat_bytes: uint8 [nbytes]: the KV, as bytes.
         device: The device with its index.
         shared: The pool's file, for other processes; None on a GPU.
         tensor: dtype [six axes in layout.order].
@@ -44,23 +56,32 @@ class KVPool:
         device: str | torch.device = "cpu",
         scales: Sequence[float] = (),
         groups: KVGroups = ONE_GROUP,
+        *,
+        extra_bytes: int = 0,
+        memory: torch.Tensor | None = None,
     ) -> None:
         num_scales = layout.num_layers * layout.num_components
         assert len(scales) in (0, num_scales), len(scales)
         self.layout = layout
         self.groups = groups
         self.scales = tuple(scales)
-        nbytes = layout.nbytes
+        self.extra_offset = -(-layout.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        nbytes = self.extra_offset + extra_bytes if extra_bytes else layout.nbytes
         self.shared: SharedMemory | None = None
-        if torch.device(device).type == "cpu":
+        if memory is not None:
+            assert len(memory) == nbytes, (len(memory), nbytes)
+        elif torch.device(device).type == "cpu":
             self.shared = SharedMemory(nbytes)
             # The tensor keeps the mapping alive.
-            self.flat_bytes = torch.frombuffer(
+            memory = torch.frombuffer(
                 self.shared.mapping, dtype=torch.uint8, count=nbytes
             )
         else:
-            self.flat_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self.device = self.flat_bytes.device
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.memory = memory
+        self.flat_bytes = memory[: layout.nbytes]
+        self.extra = memory[self.extra_offset :]
+        self.device = memory.device
         dtype = getattr(torch, layout.dtype)
         self.tensor = self.flat_bytes.view(dtype).view(layout.shape)
         self.canonical = self.tensor.permute(

@@ -32,7 +32,7 @@ from model.architectures.values import (
 from model.architectures.windows import parse_windows
 from model.errors import ModelError, ModelLoadError
 from model.hub import resolve_model
-from protocol.near_names import suggestion
+from protocol.settings.near_names import suggestion
 from protocol.short_repr import short_repr
 
 

@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -32,7 +32,7 @@ PROTOCOL_VERSION = 2
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FP8 = "float8_e4m3fn"
 # Fields of CompatRecord that may differ if the reader has --kv-convert.
-_CONVERTIBLE = ("kv_dtype", "kv_scales")
+CONVERTIBLE = ("kv_dtype", "kv_scales")
 AXES = "BHLCND"  # axes of KV: block, head, layer, component (K or V), token, element
 DIGEST_VERSION: Final = 1  # version of the digests that kvcache/verify computes
 MAX_GROUPS: Final = 16  # maximum number of layer groups; see kvcache/groups.py
@@ -99,6 +99,28 @@ class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_windows: tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...] = ()
 
 
+class DraftPool(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool of a drafter's KV on one rank.
+
+    Attributes:
+        base: Bytes from the start of the rank's allocation to the pool.
+    """
+
+    layout: LayoutRecord
+    base: int
+
+
+class DraftKV(msgspec.Struct, frozen=True, kw_only=True):
+    """The drafter of an engine whose KV other engines may read.
+
+    Attributes:
+        fingerprint: Equal for equal drafters of equal models.
+    """
+
+    fingerprint: Annotated[str, Meta(max_length=128)]
+    total_kv_heads: int
+
+
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """How other engines reach one rank's KV allocation.
 
@@ -108,6 +130,8 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
         pid: The process id of the rank in the rank's own PID namespace.
         host: The address of the rank's host, for messages; empty if it is unknown. The
             ranks of one engine may be on several hosts.
+        draft: The pool of the engine's drafter, in the same allocation. None if the
+            engine has no `draft`.
     """
 
     rank: int
@@ -120,10 +144,15 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}
     pid: int | None = None
     host: Annotated[str, Meta(max_length=256)] = ""
+    draft: DraftPool | None = None
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that another engine needs to read the KV of this engine's ranks."""
+    """The facts that another engine needs to read the KV of this engine's ranks.
+
+    Attributes:
+        draft: The drafter whose KV the ranks have in addition; None if there is none.
+    """
 
     protocol_version: int
     engine_id: str
@@ -133,6 +162,7 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     dcp_size: int = 1
     ranks: list[RankMetadata]
     digests: int = 0  # DIGEST_VERSION if this engine answers GetDigest, else 0
+    draft: DraftKV | None = None
 
     @property
     def hosts(self) -> list[str]:
@@ -152,7 +182,7 @@ def check_compatible(
     for field in CompatRecord.__struct_fields__:
         ours = getattr(local, field)
         theirs = getattr(remote, field)
-        if ours == theirs or (allow_convert and field in _CONVERTIBLE):
+        if ours == theirs or (allow_convert and field in CONVERTIBLE):
             continue
         where = ""
         fix = ""
@@ -166,7 +196,7 @@ def check_compatible(
                 ", and both with the same --max-model-len, which selects longrope's "
                 "factors"
             )
-        if field in _CONVERTIBLE:
+        if field in CONVERTIBLE:
             fix = ", or let the decode server convert with --kv-convert"
         raise PeerIncompatible(
             f"{field} differs{where}: {short_repr(ours)} here, {short_repr(theirs)} on "
@@ -176,63 +206,10 @@ def check_compatible(
         )
 
 
-def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
-    """Returns a digest of a compatibility record, by which a proxy pairs servers.
-
-    The digest does not depend on KV content. The digest has three parts, separated
-    by dots: the model; the shape, RoPE parameters and attention windows of the KV; the
-    dtype and scales.
-
-    Args:
-        converts: Whether the engine reads KV of any dtype and scales. The last part of
-            the digest is then `*`.
-    """
-
-    def digest(*fields: str) -> str:
-        text = msgspec.json.encode([getattr(compat, field) for field in fields])
-        return hashlib.sha256(text).hexdigest()[:12]
-
-    form = [name for name in CompatRecord.__struct_fields__ if name not in _CONVERTIBLE]
-    if not compat.kv_windows:
-        # Leaving out this field keeps the digest equal to the one of older versions,
-        # which have no layer groups.
-        form = form[: form.index("kv_windows")]
-    dtype_part = "*" if converts else digest(*_CONVERTIBLE)
-    return ".".join((digest("model_fingerprint"), digest(*form), dtype_part))
-
-
-# The kv_digest of vLLM's servers, which check compatibility themselves.
-FOREIGN: Final = "vllm"
-
-
-@lru_cache(4096)
-def may_pair(prefill_digest: str, decode_digest: str) -> bool:
-    """Returns whether servers with these kv_digests are compatible.
-
-    An empty digest means that the proxy does not know the server's digest yet. Such a
-    server may pair with every server that is not FOREIGN.
-    """
-    if FOREIGN in (prefill_digest, decode_digest):
-        return prefill_digest == decode_digest
-    if not prefill_digest or not decode_digest:
-        return True
-    prefill_parts = prefill_digest.split(".")
-    decode_parts = decode_digest.split(".")
-    if len(prefill_parts) != len(decode_parts):
-        return False
-    pairs = zip(prefill_parts, decode_parts, strict=True)
-    return all(reader in (lender, "*") for lender, reader in pairs)
-
-
-def same_model(digest: str, other_digest: str) -> bool:
-    """Returns whether two kv_digests have the same model.
-
-    The result is also True if a digest is empty or FOREIGN, because it then names no
-    model.
-    """
-    model, *form = digest.split(".")
-    other_model, *other_form = other_digest.split(".")
-    return model == other_model or not form or not other_form
+def shares_draft_kv(local: DraftKV | None, remote: EngineMetadata) -> bool:
+    """Returns whether the local engine pulls the KV of the remote engine's drafter: it
+    has the same drafter, and no remote ranks share the tokens of a sequence."""
+    return local is not None and local == remote.draft and remote.dcp_size == 1
 
 
 _Id = Annotated[str, Meta(min_length=1, max_length=128)]

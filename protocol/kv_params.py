@@ -32,7 +32,8 @@ from protocol.messages import (
 )
 from protocol.short_repr import short_repr
 
-_UNSIGNED = ("signature", "checksums")
+# Older servers do not sign `remote_drafted_tokens`, which changes no token.
+_UNSIGNED = ("signature", "checksums", "remote_drafted_tokens")
 _MAX_TRANSFER_ID_CHARS = 128
 HINT = "hint"  # the member that names a server which may hold KV; see kv_offers.py
 SENDER_RELEASES = "sender_releases"  # see the function sender_releases
@@ -94,12 +95,9 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
         remote_host: Address of the prefill server's side channel.
         lease_ms: Duration of the lease, by the clock of the prefill server. The decode
             server can renew the lease.
-        remote_num_tokens: See RemotePrefill.num_tokens (protocol/messages.py).
+        remote_num_tokens, remote_cached_tokens, remote_transferred_tokens,
+            remote_drafted_tokens: See RemotePrefill (protocol/messages.py).
         remote_block_size: Tokens per block.
-        remote_cached_tokens: Number of prompt tokens that the prefill server did not
-            compute.
-        remote_transferred_tokens: The part of `remote_cached_tokens` that the prefill
-            server pulled from another server.
         seed: The seed with which the first token was sampled. The decode server samples
             the following tokens with the same seed.
         first_tokens: One token per choice.
@@ -107,7 +105,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
             None. The list is None if the request does not need prompt logprobs.
         checksums: A checksum of 16 bits, as hex, for each signed member in the order of
             the members. If the signature is wrong, the checksums show which member a
-            proxy has changed. The signature does not cover the checksums.
+            proxy has changed.
     """
 
     remote_engine_id: _Text
@@ -123,6 +121,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     remote_block_size: Annotated[int, Meta(ge=1, le=256)]
     remote_cached_tokens: _NumTokens
     remote_transferred_tokens: _NumTokens = 0
+    remote_drafted_tokens: _NumTokens = 0
     prompt_digest: _Digest
     sampling_digest: _Digest
     seed: Annotated[str, Meta(pattern=r"\A-?[0-9]{1,19}\Z")]

@@ -117,6 +117,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
             if a request with one choice has migrated, its output tokens so far.
         cached_tokens: The part of `num_tokens` that the prefill server did not compute.
         transferred_tokens: The part of `cached_tokens` that the prefill server pulled.
+        drafted_tokens: The first tokens that also have KV of the prefill server's
+            drafter.
         first_tokens: One per choice; empty if the decode server samples them itself.
         prompt_logprobs: One per prompt token, if the request needs prompt logprobs.
         sender_releases: See the function sender_releases in kv_params.py.
@@ -139,6 +141,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     cached_tokens: int
     transferred_tokens: int = 0
+    drafted_tokens: int = 0
     tp_size: int
     first_tokens: list[FirstToken]
     prompt_logprobs: list[TokenLogprobs | None] | None = None

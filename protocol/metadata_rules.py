@@ -13,7 +13,9 @@ from protocol.handshake import (
     MAX_GROUPS,
     PROTOCOL_VERSION,
     CompatRecord,
+    DraftKV,
     EngineMetadata,
+    LayoutRecord,
     RankMetadata,
 )
 from protocol.short_repr import short_repr
@@ -79,7 +81,11 @@ def _rules(metadata: EngineMetadata) -> Iterator[_Rule]:
     yield from _group_rules(metadata.compat)
     for rank in metadata.ranks:
         yield from _allocation_rules(rank)
-        yield from _layout_rules(rank, metadata.compat.kv_dtype)
+        where = f"ranks[{rank.rank}].layout"
+        dtypes = (metadata.compat.kv_dtype,)
+        yield from _layout_rules(where, rank.layout, dtypes, rank.nbytes)
+        if metadata.draft is not None:
+            yield from _draft_rules(rank, metadata.draft)
 
 
 def _scale_rules(compat: CompatRecord) -> Iterator[_Rule]:
@@ -147,18 +153,31 @@ def _allocation_rules(rank: RankMetadata) -> Iterator[_Rule]:
     yield _range_rule(f"{where}.base_address", rank.base_address, 1, max_address)
 
 
-def _layout_rules(rank: RankMetadata, kv_dtype: str) -> Iterator[_Rule]:
-    layout = rank.layout
-    where = f"ranks[{rank.rank}].layout"
+def _draft_rules(rank: RankMetadata, draft: DraftKV) -> Iterator[_Rule]:
+    """Rules for a drafter's pool behind the engine's pool."""
+    where = f"ranks[{rank.rank}].draft"
+    yield _Rule(where, rank.draft, rank.draft is not None, "be a pool")
+    assert rank.draft is not None
+    base = rank.draft.base
+    yield _range_rule("draft.total_kv_heads", draft.total_kv_heads, 1, 1 << 32)
+    yield _range_rule(f"{where}.base", base, rank.layout.nbytes, rank.nbytes)
+    max_bytes = rank.nbytes - base
+    layout = rank.draft.layout
+    yield from _layout_rules(f"{where}.layout", layout, ITEMSIZE, max_bytes)
+
+
+def _layout_rules(
+    where: str, layout: LayoutRecord, dtypes: Iterable[str], max_bytes: int
+) -> Iterator[_Rule]:
     yield _Rule(
         f"{where}.order",
         layout.order,
         sorted(layout.order) == sorted(AXES) and layout.order.endswith("D"),
         f"have each of {AXES} once, D last",
     )
-    yield _choice_rule(f"{where}.dtype", layout.dtype, (kv_dtype,))
+    yield _choice_rule(f"{where}.dtype", layout.dtype, dtypes)
     names = ("num_blocks", "num_heads", "num_layers", "num_components", "head_dim")
     for name in names:
         yield _range_rule(f"{where}.{name}", getattr(layout, name), 1, 1 << 32)
     yield _range_rule(f"{where}.block_size", layout.block_size, 1, 256)
-    yield _range_rule(f"{where}'s size in bytes", layout.nbytes, 1, rank.nbytes)
+    yield _range_rule(f"{where}'s size in bytes", layout.nbytes, 1, max_bytes)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from protocol.errors import GrammarQueueFull, QueueFull, RequestError, ServiceError
-from protocol.near_names import suggestion
+from protocol.settings.near_names import suggestion
 
 BASE_PATH = "/v1"  # path of the base URL that OpenAI clients are configured with
 

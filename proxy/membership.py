@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from protocol.errors import InvalidRequest, ModelNotFound
-from protocol.handshake import may_pair
+from protocol.pairing import may_pair
 from protocol.short_repr import short_repr
 from proxy import health
 from proxy.health import Health, HealthReport, SideChannel

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from protocol.handshake import FOREIGN
 from protocol.http.access import REDACTED
 from protocol.messages import HostTierReport
 from protocol.metrics import ENGINE_TOTALS
+from protocol.pairing import FOREIGN
 from protocol.process.logging import get_logger
 from protocol.settings.settings import ProxySettings
 from proxy.discovery.readiness import Readiness

@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.bench.errors import BenchError
 from benchmarks.bench.slo import Slo
-from protocol.near_names import suggestion
+from protocol.settings.near_names import suggestion
 
 _CONNECT_TIMEOUT_S = 30.0
 _KEEPALIVE_S = 1.0  # less than the 5 s after which servers close an idle connection

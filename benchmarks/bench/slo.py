@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from benchmarks.bench.errors import BenchError
-from protocol.near_names import suggestion
+from protocol.settings.near_names import suggestion
 
 KEYS = ("ttft", "itl", "e2e")
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from deploy.chat.conversation import Conversation
 from deploy.chat.endpoint import Answer, ChatError, Endpoint, choose_model
 from deploy.chat.rendering import AnswerView
-from protocol.near_names import suggestion
 from protocol.settings.machine import cache_dir
+from protocol.settings.near_names import suggestion
 
 _MAX_HISTORY = 1000  # messages in the history file; a start removes older ones
 HELP = """/reset            begin a new conversation; the system prompt stays

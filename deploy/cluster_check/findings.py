@@ -14,7 +14,8 @@ from deploy.cluster_check.pulls import Pull
 from deploy.cluster_check.through_proxy import Route
 from kvcache.transports import UcxRead
 from protocol.errors import PeerIncompatible
-from protocol.handshake import check_compatible, may_pair
+from protocol.handshake import check_compatible
+from protocol.pairing import may_pair
 from protocol.registration import MAX_AGE_S
 from protocol.settings.machine import is_local
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from deploy.cluster_check.client import Client, NoAnswer, Reply
 from deploy.cluster_check.facts import Server
-from protocol.handshake import may_pair
 from protocol.kv_params import RELEASE_PATH, REMOTE_DECODE
+from protocol.pairing import may_pair
 
 ANSWER_TOKENS = 8
 _PROMPT_WORDS = 600

@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
+from engine.speculation.speculator import Speculator
 from protocol.errors import BatonError
 from protocol.messages import HostTierReport, RemotePrefill
 
@@ -13,6 +14,7 @@ class CoreServices(Protocol):
     the core's own thread."""
 
     scheduler: Scheduler
+    speculator: Speculator
 
     def enqueue(self, sequence: Sequence) -> None:
         """Gives the sequence to the scheduler, once its grammar is compiled."""

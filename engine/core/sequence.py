@@ -276,7 +276,7 @@ class Sequence:
         """
         assert self.pull is not None
         first_tokens = sealed.first_tokens if is_usable else []
-        self.pull.seal(first_tokens)
+        self.pull.seal(first_tokens, sealed.drafted_tokens)
         for choice in self.choices:
             choice.request = replace(choice.request, remote=sealed)
         for choice, token in zip(self.choices, first_tokens, strict=False):

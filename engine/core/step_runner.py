@@ -55,6 +55,8 @@ class InFlightStep:
     is_delayed: bool  # see Speculator.take_delay
     # Sequences that draw no token in this step, because their mask was not ready.
     skipped: set[Sequence] = field(default_factory=set)
+    # Steps of drafters right behind this step; see StateSteps.follow.
+    followers: list[PendingStep] = field(default_factory=list)
 
 
 class StepCallbacks(Protocol):
@@ -87,8 +89,8 @@ class StateSteps(Protocol):
     def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
         """Returns a step that also stores the hidden states that drafters need."""
 
-    def follow(self) -> None:
-        """Runs what drafters compute right behind a prepared step. Called after the
+    def follow(self) -> list[PendingStep]:
+        """Launches what drafters compute right behind a prepared step. Called after the
         step has drawn, because its draws must precede other steps."""
 
 
@@ -146,7 +148,7 @@ class StepRunner:
             self._launch_masked(scheduled, step)
         else:
             self._launch(scheduled, step)
-        self._states.follow()
+        self.in_flight[-1].followers.extend(self._states.follow())
 
     def _retry_one_by_one(self, scheduled: list[Scheduled], error: StepFailed) -> None:
         logger.warning(
@@ -218,6 +220,10 @@ class StepRunner:
             self._wait_for(self.in_flight[0].pending)
             step = self.in_flight.popleft()
             output = step.pending.result()
+            if any(item.sequence.request.retain_kv for item in step.scheduled):
+                # Peers may read the draft KV once the step is committed.
+                for follower in step.followers:
+                    follower.result()
             now_s = time.perf_counter()
             seconds = now_s - max(step.started_s, self._last_finish_s)
             num_prompt_tokens = sum(

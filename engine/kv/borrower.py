@@ -194,6 +194,8 @@ class Borrower(KVConnector):
             scheduler.finish_pull(sequence)
             return
         num_blocks = -(-stop // scheduler.limits.block_size)
+        if self._coordinator.shares_draft_kv(sequence.pull.remote):
+            self.core.speculator.begin_pull(sequence.block_ids, start)
         self._coordinator.pull(
             sequence.pull.pull_id,
             sequence.pull.remote,
@@ -370,7 +372,20 @@ class Borrower(KVConnector):
         if times.admitted is not None:  # the pull began at the admission
             times.pulled = times.admitted + event.seconds
             times.read = times.pulled - event.fence_s
+        self._record_draft_kv(sequence)
         self.core.scheduler.finish_pull(sequence, is_converted=event.is_converted)
+
+    def _record_draft_kv(self, sequence: Sequence) -> None:
+        """Records which of the pulled blocks have draft KV, too."""
+        pull = sequence.pull
+        if pull is None or not self._coordinator.shares_draft_kv(pull.remote):
+            return
+        stop = min(
+            pull.remote.drafted_tokens, pull.num_to_pull(len(sequence.token_ids))
+        )
+        self.core.speculator.finish_pull(
+            sequence.token_ids, sequence.block_ids, sequence.num_computed, stop
+        )
 
     def _source_of(self, sequence: Sequence) -> str:
         """The label `source` of baton_kv_pulled_tokens for a sequence with a pull."""

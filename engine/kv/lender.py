@@ -7,6 +7,7 @@ each round of the core, the lender returns the blocks of ended leases to the all
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Sequenceable
 from itertools import islice
 from typing import Any
 
@@ -70,7 +71,11 @@ class Lender(KVConnector):
             core.scheduler.prefix,
             self._leases,
             self.references,
+            self._num_drafted,
         )
+
+    def _num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
+        return self.core.speculator.num_drafted(token_ids, table)
 
     def offer_prompt(self, sequence: Sequence) -> None:
         """Announces a new prompt, so that borrowers can subscribe to it. Does nothing
@@ -221,6 +226,9 @@ class Lender(KVConnector):
             ),
             cached_tokens=accounting.num_skipped + accounting.num_transferred,
             transferred_tokens=accounting.num_transferred,
+            drafted_tokens=self._num_drafted(
+                sequence.token_ids[:num_tokens], sequence.block_ids
+            ),
             first_tokens=[
                 FirstToken(
                     choice.token_ids[choice.first_output],

@@ -4,7 +4,7 @@ A reference contains all that a reader needs to read the blocks. Engines and the
 store of a host (engine/store) make them in the same way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class LookupAnswerer:
 
     Args:
         prefix: the prefix index; None if caching is off.
+        num_drafted: as Speculator.num_drafted.
     """
 
     def __init__(
@@ -85,11 +86,13 @@ class LookupAnswerer:
         prefix: PrefixIndex | None,
         leases: LeaseServer,
         references: ReferenceMaker,
+        num_drafted: Callable[[Sequence[int], list[int]], int] = lambda *_: 0,
     ) -> None:
         self._allocator = allocator
         self._prefix = prefix
         self._leases = leases
         self._references = references
+        self._num_drafted = num_drafted
         self._outcomes = dict.fromkeys(("found", "none", "full"), 0)
 
     def answer(self, lookup: Lookup, num_needed: int = 0) -> RemotePrefill | None:
@@ -123,6 +126,7 @@ class LookupAnswerer:
             lease_id,
             num_tokens,
             cached_tokens=num_tokens,
+            drafted_tokens=self._num_drafted(lookup.token_ids, table),
             first_tokens=[],
         )
 

@@ -2,7 +2,8 @@
 
 The draft model has a KV pool of its own, whose blocks have the numbers of the engine's
 blocks: the KV of a token is in the same block and slot of both pools. So draft KV needs
-no allocator and no tables. It is never transferred, but computed from the tokens.
+no allocator and no tables, and is pulled with the KV of the engine's model from an
+engine with the same drafter (kvcache/transfer/draft.py).
 
 - `Sequence.num_drafted` counts the tokens at the beginning of a sequence that have
   draft KV. The sequence holds the blocks of these tokens, so no other content replaces
@@ -17,7 +18,9 @@ no allocator and no tables. It is never transferred, but computed from the token
   which follow the other blocks in the pool. The next round computes this KV again.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,10 +121,49 @@ class DraftedBlocks:
 
     def blocks_of(self, sequence: Sequence) -> list[int]:
         """The blocks that have the draft KV of a sequence, in order."""
-        blocks = list(self._groups.group_table(sequence.block_ids, self._group))
+        return self._blocks_in(sequence.block_ids)
+
+    def _blocks_in(self, table: list[int]) -> list[int]:
+        """The blocks of a table that have draft KV, in order."""
+        blocks = list(self._groups.group_table(table, self._group))
         while blocks and blocks[-1] == NULL_BLOCK:
             blocks.pop()
         return blocks
+
+    def num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
+        """How many of these tokens have draft KV, from the first one on, in full
+        blocks of a table."""
+        num_blocks = 0
+        for block, expected in zip(
+            self._blocks_in(table), self._hashes_of(token_ids), strict=False
+        ):
+            if self._hashes.get(block) != expected:
+                break
+            num_blocks += 1
+        return num_blocks * self._block_size
+
+    def begin_pull(self, table: list[int], start: int) -> None:
+        """Must be called before draft KV is pulled to the blocks of a table, from token
+        `start` on."""
+        self.forget(self._blocks_in(table)[start // self._block_size :])
+
+    def finish_pull(
+        self, token_ids: Sequenceable[int], table: list[int], start: int, stop: int
+    ) -> None:
+        """Records the full blocks whose draft KV of tokens [start, stop) was pulled."""
+        first = -(-start // self._block_size)
+        filled = zip(self._blocks_in(table), self._hashes_of(token_ids), strict=False)
+        last = stop // self._block_size
+        for block, hashed in itertools.islice(filled, first, max(first, last)):
+            self._hashes[block] = hashed
+
+    def _hashes_of(self, token_ids: Sequenceable[int]) -> Iterator[int]:
+        """Yields the hash of each full block of these tokens."""
+        size = self._block_size
+        hashed = 0
+        for start in range(0, len(token_ids) - size + 1, size):
+            hashed = hash((hashed, *token_ids[start : start + size]))
+            yield hashed
 
     def extend(self, sequence: Sequence, blocks: list[int]) -> None:
         """Adds tokens to `sequence.num_drafted` whose blocks are already filled with

@@ -8,9 +8,10 @@ drawn tokens, up to the first that differs. So no drafter can change a token.
 from collections.abc import Sequence as Sequenceable
 from typing import Protocol, runtime_checkable
 
-from engine.core.batch import StepInput
+from engine.core.batch import PendingStep, StepInput
 from engine.core.plan import Scheduled
 from engine.core.sequence import Sequence
+from engine.speculation.draft_kv import DraftedBlocks
 
 
 class Drafter(Protocol):
@@ -45,13 +46,32 @@ class StateReadingDrafter(Drafter, Protocol):
     """A drafter that reads hidden states of the engine's model. The methods may raise
     any exception, like `Drafter.propose`."""
 
-    def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
+    def prepare(
+        self,
+        scheduled: Sequenceable[Scheduled],
+        step: StepInput,
+        *,
+        only_prompts: bool = False,
+    ) -> StepInput:
         """Returns a step of the engine's model that also stores states.
 
         Args:
             scheduled: what the step computes.
+            only_prompts: do nothing for sequences that decode.
         """
 
-    def follow(self) -> None:
-        """Must be called once the prepared step has been launched and has drawn, and
-        before the next step is launched. Not called if the step has failed."""
+    def follow(self) -> list[PendingStep]:
+        """Launches steps of the drafter, and returns them. Must be called once the
+        prepared step has been launched and has drawn, and before the next step is
+        launched. Not called if the step has failed."""
+
+
+@runtime_checkable
+class KVDrafter(Drafter, Protocol):
+    """A drafter with KV in the engine's blocks.
+
+    Attributes:
+        drafted_blocks: which blocks have draft KV, and of which tokens.
+    """
+
+    drafted_blocks: DraftedBlocks

@@ -13,11 +13,12 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as Sequenceable
 
-from engine.core.batch import StepInput
+from engine.core.batch import PendingStep, StepInput
 from engine.core.plan import Scheduled
 from engine.core.sequence import Sequence
 from engine.core.tables import SchedulerLimits
-from engine.speculation.drafter import Drafter, StateReadingDrafter
+from engine.speculation.dormancy import Dormancy
+from engine.speculation.drafter import Drafter, KVDrafter, StateReadingDrafter
 from engine.speculation.policy import AcceptanceRate, SpeculationPolicy
 from protocol.metrics import EngineHistogram, stat_key
 from protocol.settings.speculation import MAX_PROPOSALS
@@ -47,6 +48,7 @@ class Speculator:
         self._limits = limits
         self._drafters = list(drafters)
         self._readers = [d for d in drafters if isinstance(d, StateReadingDrafter)]
+        self._dormancy = Dormancy()  # of all readers
         self._max_proposals = max_proposals
         self._policy = policy or SpeculationPolicy()
         self._averages = {
@@ -65,10 +67,14 @@ class Speculator:
             return False
         decoding = [s for s in running if s.is_decoding and s.num_awaited]
         needs_results = any(sequence.is_verifying for sequence in running) or any(
-            self._may_propose(drafter, decoding) for drafter in list(self._drafters)
+            self._may_propose(drafter, decoding) for drafter in self._awake_drafters()
         )
         self._has_delayed |= needs_results
         return needs_results
+
+    def _awake_drafters(self) -> list[Drafter]:
+        sleepers = self._readers if self._dormancy.is_asleep else []
+        return [drafter for drafter in self._drafters if drafter not in sleepers]
 
     def take_delay(self) -> bool:
         """Whether the next step is launched later than without speculation: after the
@@ -119,7 +125,7 @@ class Speculator:
         """Returns the tokens to verify for each sequence."""
         proposals: list[list[int]] = [[] for _ in sequences]
         room = [self._num_that_fit(sequence) for sequence in sequences]
-        for drafter in list(self._drafters):
+        for drafter in self._awake_drafters():
             open_indices = [
                 index for index, num in enumerate(room) if num and not proposals[index]
             ]
@@ -181,18 +187,49 @@ class Speculator:
         """Returns a step that also stores the hidden states that drafters need."""
         for drafter in list(self._readers):
             try:
-                step = drafter.prepare(scheduled, step)
+                step = drafter.prepare(
+                    scheduled, step, only_prompts=self._dormancy.is_asleep
+                )
             except Exception:
                 self._turn_off(drafter)
         return step
 
-    def follow(self) -> None:
-        """Runs what drafters compute right behind a prepared step."""
+    def follow(self) -> list[PendingStep]:
+        """Launches what drafters compute right behind a prepared step."""
+        launched: list[PendingStep] = []
         for drafter in list(self._readers):
             try:
-                drafter.follow()
+                launched += drafter.follow()
             except Exception:
                 self._turn_off(drafter)
+        return launched
+
+    # -- draft KV of other engines --------------------------------------------------
+
+    def num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
+        """How many of these tokens, from the first one on, have draft KV in the blocks
+        of an engine's block table. Tokens of the last, incomplete block do not count.
+        """
+        for drafter in self._drafters:
+            if isinstance(drafter, KVDrafter):
+                return drafter.drafted_blocks.num_drafted(token_ids, table)
+        return 0
+
+    def begin_pull(self, table: list[int], start: int) -> None:
+        """Must be called before draft KV of other tokens may be written to the blocks
+        of a table, from token `start` on."""
+        for drafter in self._drafters:
+            if isinstance(drafter, KVDrafter):
+                drafter.drafted_blocks.begin_pull(table, start)
+
+    def finish_pull(
+        self, token_ids: Sequenceable[int], table: list[int], start: int, stop: int
+    ) -> None:
+        """Records that the draft KV of tokens [start, stop) was pulled to the blocks of
+        a table."""
+        for drafter in self._drafters:
+            if isinstance(drafter, KVDrafter):
+                drafter.drafted_blocks.finish_pull(token_ids, table, start, stop)
 
     def _num_that_fit(self, sequence: Sequence) -> int:
         """The largest number of proposals that may be verified for a sequence. One
@@ -249,6 +286,13 @@ class Speculator:
             return
         decoding = [item for item in scheduled if not item.is_prompt]
         has_prompts = len(decoding) < len(scheduled)
+        if decoding and self._readers:
+            readers = [drafter.name for drafter in self._readers]
+            has_proposals = any(
+                item.proposals and item.sequence.speculation.drafter in readers
+                for item in decoding
+            )
+            self._dormancy.record_step(has_proposals=has_proposals)
         self._policy.record_step(
             num_streams=len(decoding),
             num_rows=sum(item.num_tokens for item in decoding),

@@ -15,14 +15,9 @@ from engine.text.grammar import GrammarCompiler
 from engine.worker.load import CannotStart, describe_failure, explaining_failures
 from engine.worker.rank import Rank
 from engine.worker.ranks import RankExecutor, RankLinks, let_other_nodes_report
-from protocol.handshake import (
-    DIGEST_VERSION,
-    PROTOCOL_VERSION,
-    EngineMetadata,
-    kv_digest,
-)
 from protocol.ipc.wire import allow_short_naps
 from protocol.messages import EngineFailed, EngineProgress, EngineReady
+from protocol.pairing import kv_digest
 from protocol.process.alarm import ignore_alarm
 
 
@@ -84,7 +79,7 @@ def _build(
         max_proposals=config.max_step_proposals,
     )
     connector = rank.service.make_connector(
-        _metadata(config, rank), transport.wake, limits.max_model_len
+        rank.engine_metadata(), transport.wake, limits.max_model_len
     )
     executor = RankExecutor(rank.runner, links)
     times = executor.measure_steps(limits.step_target)
@@ -115,17 +110,3 @@ def _build(
         },
     )
     return core, rank, ready
-
-
-def _metadata(config: EngineConfig, rank: Rank) -> EngineMetadata:
-    """The description of this engine that peers receive in handshakes."""
-    return EngineMetadata(
-        protocol_version=PROTOCOL_VERSION,
-        engine_id=config.engine_id,
-        incarnation=config.incarnation,
-        compat=rank.compat,
-        tp_size=config.tp,
-        dcp_size=config.dcp,
-        ranks=rank.metadata,
-        digests=DIGEST_VERSION,
-    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from engine.worker import ranks
 from engine.worker.draft_runner import DraftRunner
-from engine.worker.drafting.load_draft import load_draft
+from engine.worker.drafting.load_draft import allocate_pools, draft_rank, load_draft
 from engine.worker.kernel_watch import KERNELS
 from engine.worker.memory import (
     MemoryGauge,
@@ -24,7 +24,12 @@ from kvcache.prefault import PrefaultThread
 from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.nixl_agent import NixlAgent
 from model.config import ModelConfig
-from protocol.handshake import RankMetadata
+from protocol.handshake import (
+    DIGEST_VERSION,
+    PROTOCOL_VERSION,
+    EngineMetadata,
+    RankMetadata,
+)
 from protocol.settings.machine import free_host_bytes
 
 
@@ -64,11 +69,7 @@ class Rank:
             config, model_config, self.runner, self.draft
         )
         self.num_blocks = links.agree(self.pool_size.num_blocks, int, min)
-        pool = self.runner.allocate(self.num_blocks).pool
-        self.runner.capture_graphs()
-        if self.draft is not None:
-            self.draft.allocate(self.num_blocks)
-            self.draft.capture_graphs()
+        pool = allocate_pools(self.runner, self.draft, self.num_blocks)
         self._memory_gauge = MemoryGauge(pool.device)
         on_gpu = pool.device.type == "cuda"
         if on_gpu:
@@ -79,6 +80,8 @@ class Rank:
         device_id = pool.device_id if on_gpu else None
         agent = NixlAgent(f"{config.engine_id}-{rank}", device_id=device_id)
         self.compat = compat_record(config, model_config, self.runner.groups.to_wire())
+        draft = draft_rank(self.draft, pool, rank)
+        self._draft_kv = draft.kv if draft is not None else None
         step_watch = self.runner.step_watch
         self.service = KVService(
             config,
@@ -88,10 +91,16 @@ class Rank:
             self.compat,
             links.pulls,
             is_busy=lambda: step_watch.is_busy,
+            draft=draft,
         )
-        self.metadata = _share_metadata(
-            links, describe_pool(pool, rank, agent.metadata(), _host_of(config))
+        metadata = describe_pool(
+            pool,
+            rank,
+            agent.metadata(),
+            _host_of(config),
+            draft.pool if draft is not None else None,
         )
+        self.metadata = _share_metadata(links, metadata)
         self.service.start()
 
     def raise_if_rank_lost(self, error: Exception) -> None:
@@ -103,6 +112,21 @@ class Rank:
         ]
         ranks.raise_if_rank_lost(
             error, self._number, pids, has_other_nodes=self._has_other_nodes
+        )
+
+    def engine_metadata(self) -> EngineMetadata:
+        """The description of the engine that peers receive in handshakes."""
+        config = self.runner.config
+        return EngineMetadata(
+            protocol_version=PROTOCOL_VERSION,
+            engine_id=config.engine_id,
+            incarnation=config.incarnation,
+            compat=self.compat,
+            tp_size=config.tp,
+            dcp_size=config.dcp,
+            ranks=self.metadata,
+            digests=DIGEST_VERSION,
+            draft=self._draft_kv,
         )
 
     def decide_max_model_len(self) -> int:

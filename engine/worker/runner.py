@@ -189,14 +189,27 @@ class ModelRunner:
         block."""
         return layout_of(self.config, self.model_config, num_blocks)
 
-    def allocate(self, num_blocks: int) -> RankMemory:
-        """Makes the KV pool and its attention backend, and stores them in `memory`."""
+    def allocate(
+        self,
+        num_blocks: int,
+        *,
+        extra_bytes: int = 0,
+        pool_memory: torch.Tensor | None = None,
+    ) -> RankMemory:
+        """Makes the KV pool and its attention backend, and stores them in `memory`.
+
+        Args:
+            extra_bytes: as in KVPool.
+            pool_memory: the argument `memory` of KVPool.
+        """
         fix = (
             "another process may have taken the memory during the start: lower "
             "--gpu-memory-utilization"
         )
         with explaining_oom(f"a KV pool of {num_blocks} blocks", self.device, fix):
-            self.memory = self.make_memory(num_blocks)
+            self.memory = self.make_memory(
+                num_blocks, extra_bytes=extra_bytes, pool_memory=pool_memory
+            )
         workspace_bytes = self.memory.backend.workspace_bytes
         if workspace_bytes:
             logger.info(
@@ -205,11 +218,25 @@ class ModelRunner:
             )
         return self.memory
 
-    def make_memory(self, num_blocks: int) -> RankMemory:
-        """Makes a KV pool and its attention backend, without changing `memory`."""
+    def make_memory(
+        self,
+        num_blocks: int,
+        *,
+        extra_bytes: int = 0,
+        pool_memory: torch.Tensor | None = None,
+    ) -> RankMemory:
+        """Makes a KV pool and its attention backend, without changing `memory`. For the
+        arguments see `allocate`."""
         # With several groups, all scales are 1 (check_scales in engine/geometry.py).
         scales = self.config.scales if self.groups.count == 1 else ()
-        pool = KVPool(self.layout(num_blocks), self.device, scales, self.groups)
+        pool = KVPool(
+            self.layout(num_blocks),
+            self.device,
+            scales,
+            self.groups,
+            extra_bytes=extra_bytes,
+            memory=pool_memory,
+        )
         return make_memory(self.config, self.model_config, self.model, pool)
 
     @torch.inference_mode()

@@ -11,8 +11,8 @@ from engine.kv.rates import Rates
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
-from kvcache.transfer.local_rank import LocalRank
-from kvcache.transfer.move.cuda_placer import placer_for
+from kvcache.transfer.local_rank import DraftRank, LocalRank
+from kvcache.transfer.move.cuda_placer import Placer, placer_for
 from kvcache.transfer.plan.cost import DEFAULT_COSTS, CostModel
 from kvcache.transfer.pulls.coordinator import PullCoordinator
 from kvcache.transfer.pulls.messages import PullSettings
@@ -32,6 +32,24 @@ def _staging_bytes(config: EngineConfig) -> int | None:
     return None if config.transfer == "mapped" else config.staging_bytes
 
 
+def _make_placer(
+    config: EngineConfig,
+    pool: KVPool,
+    draft: DraftRank | None,
+    is_busy: Callable[[], bool],
+) -> Placer | None:
+    """Makes the placer that copies out of mapped memory of peers; None if --transfer
+    forbids that."""
+    if config.transfer == "nixl":
+        return None
+    return placer_for(
+        pool,
+        is_busy=is_busy,
+        convert=config.kv_convert,
+        extra_layouts=[draft.endpoint.layout] if draft is not None else [],
+    )
+
+
 class KVService:
     """The KV service of one rank. The constructor registers `pool` with `agent`. Once
     `start` has been called, only the service may use the agent.
@@ -41,6 +59,7 @@ class KVService:
         links: sockets for pulls. Rank 0 has one to every other rank; every other rank
             has one to rank 0.
         is_busy: returns whether this rank is computing a step.
+        draft: the KV of a drafter, for peers with the same one.
     """
 
     def __init__(
@@ -52,13 +71,12 @@ class KVService:
         compat: CompatRecord,
         links: Sequence[socket],
         is_busy: Callable[[], bool],
+        draft: DraftRank | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._costs = CostModel.configured(config.transfer_costs, pool.device.type)
-        placer = None
-        if config.transfer != "nixl":
-            placer = placer_for(pool, is_busy=is_busy, convert=config.kv_convert)
+        placer = _make_placer(config, pool, draft, is_busy)
         local = LocalRank(
             rank,
             config.tp,
@@ -73,6 +91,7 @@ class KVService:
             maps_only=config.transfer == "mapped",
             is_busy=is_busy,
             connect_timeout_s=config.connect_timeout_s,
+            draft=draft,
         )
         local.register_pool()
         if rank:
@@ -92,6 +111,7 @@ class KVService:
                 dcp=config.dcp,
                 block_size=config.block_size,
                 verify=config.kv_verify,
+                draft=draft.kv if draft is not None else None,
             )
             self._worker = TransferWorker(local, self._coordinator)
         self.start = self._worker.start

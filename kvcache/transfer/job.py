@@ -17,7 +17,7 @@ from kvcache.transfer.agent import ReadHandle, ReadState
 from kvcache.transfer.move.place import split_into_launches
 from kvcache.transfer.peer import Peer
 from kvcache.transfer.peer_link import PeerLink
-from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, Transfer
+from kvcache.transfer.plan.block_copy import BlockCopy, ReadDescriptors, ScaleFactors
 from kvcache.transfer.plan.plan import TransferPlan
 from kvcache.transfer.plan.steps import Step
 from kvcache.transfer.pulls.messages import Pull
@@ -369,27 +369,27 @@ class MappedJob(TransferJob):
         super().__init__(pull, peer)
         assert peer.rank.placer is not None
         self._placer = peer.rank.placer
-        self._transfer: Transfer | None = None
-        self._pending: deque[BlockCopy] = deque()
+        self._has_begun = False
+        self._pending: deque[tuple[BlockCopy, ScaleFactors]] = deque()
 
     @property
     def has_ended(self) -> bool:
         if self._active:
             return False
-        has_begun = self._transfer is not None
-        return self.is_stopping or (has_begun and not self._pending)
+        return self.is_stopping or (self._has_begun and not self._pending)
 
     def take_exception(self, exception: Exception) -> BatonError:
-        if self._transfer is None:
+        if not self._has_begun:
             return super().take_exception(exception)
         self.peer.is_stale = True
         return TransferFailed(f"copying mapped KV failed: {exception!r}")
 
     def post(self) -> bool:
-        transfer = self._transfer or self._begin()
+        if not self._has_begun:
+            self._begin()
         has_posted = False
         while self._pending and len(self._active) < MAX_LAUNCHES:
-            if not self._launch(transfer):
+            if not self._launch():
                 break
             has_posted = True
         return has_posted
@@ -399,7 +399,7 @@ class MappedJob(TransferJob):
         self._placer.retire(self._active)
         return len(self._active) < num_before
 
-    def _begin(self) -> Transfer:
+    def _begin(self) -> None:
         peer = self.peer
         if peer.refusal is not None:
             raise PeerIncompatible(
@@ -407,24 +407,21 @@ class MappedJob(TransferJob):
                 f"{peer.refusal}. Use --transfer auto or nixl.",
                 param="transfer",
             )
-        transfers = peer.transfers(self.pull)
-        for transfer in transfers:
-            self._pending.extend(
-                split_into_launches(transfer.copies(), self._placer.launch_bytes)
-            )
+        for transfer in peer.transfers(self.pull):
+            copies = split_into_launches(transfer.copies(), self._placer.launch_bytes)
+            self._pending.extend((copy, transfer.scale_factors) for copy in copies)
             self.nbytes += transfer.useful_bytes
         self.bytes_read = self.nbytes
-        self._transfer = transfers[0]
-        return self._transfer
+        self._has_begun = True
 
-    def _launch(self, transfer: Transfer) -> bool:
+    def _launch(self) -> bool:
         """Launches the next pending copy, or as much of it as the placer accepts now.
 
         Returns:
             False if the placer accepts nothing now.
         """
-        copy = self._pending[0]
-        max_bytes = self._placer.claim_launch_bytes(copy, transfer.scale_factors)
+        copy, scale_factors = self._pending[0]
+        max_bytes = self._placer.claim_launch_bytes(copy, scale_factors)
         if max_bytes == 0:
             return False
         # A copy is launched in whole pieces: at least one, even if it exceeds the
@@ -433,10 +430,11 @@ class MappedJob(TransferJob):
         self._pending.popleft()
         if num_pieces < len(copy.sources):
             num_left = len(copy.sources) - num_pieces
-            self._pending.appendleft(copy.part(num_pieces, num_left))
+            rest = copy.part(num_pieces, num_left)
+            self._pending.appendleft((rest, scale_factors))
             copy = copy.part(0, num_pieces)
         memory = self.peer.memories[copy.owner]
-        self._active.append(self._placer.launch(copy, memory, transfer.scale_factors))
+        self._active.append(self._placer.launch(copy, memory, scale_factors))
         return True
 
 

@@ -13,6 +13,7 @@ from kvcache.transfer.agent import (
     Throttle,
     TransferAgent,
 )
+from kvcache.transfer.draft import DraftRank as DraftRank
 from kvcache.transfer.move.cuda_placer import staging_placer
 from kvcache.transfer.move.place import Placer, StagingBuffer
 from kvcache.transfer.plan.cost import CostModel
@@ -63,6 +64,7 @@ class LocalRank:
         is_busy: returns True while the engine computes a batch on this rank. Until the
             batch has ended, the rate of READs into a pool on a GPU is limited.
         connect_timeout_s: longest time that connecting and measuring a link may take.
+        draft: the pool of a drafter in the memory behind the pool; None: there is none.
 
     Attributes:
         wake: called by a link's thread when the link has become ready, has failed or
@@ -87,6 +89,7 @@ class LocalRank:
         maps_only: bool = False,
         is_busy: Callable[[], bool] = _is_never_busy,
         connect_timeout_s: float = 5.0,
+        draft: DraftRank | None = None,
     ) -> None:
         on_gpu = pool.device.type == "cuda"
         self.number = number
@@ -96,6 +99,7 @@ class LocalRank:
         self.placer = placer
         self.maps_only = maps_only
         self.convert = convert
+        self.draft = draft
         self.costs = costs
         self.connect_timeout_s = connect_timeout_s
         self.is_busy = is_busy if on_gpu else None
@@ -109,7 +113,10 @@ class LocalRank:
         )
         self.staging: StagingBuffer | None = None
         if staging_bytes:
-            placer_out_of_staging = staging_placer(pool, convert=convert)
+            layouts = [draft.endpoint.layout] if draft is not None else []
+            placer_out_of_staging = staging_placer(
+                pool, convert=convert, extra_layouts=layouts
+            )
             self.staging = StagingBuffer(staging_bytes, pool, placer_out_of_staging)
         limits = limits or (GPU_LIMITS if on_gpu else PostLimits())
         self.throttle = Throttle(limits, is_busy) if on_gpu else Throttle(limits)
@@ -147,13 +154,13 @@ class LocalRank:
             self.placer.bind_thread()
 
     def register_pool(self) -> None:
-        """Makes the pool readable by peers."""
-        self._register(self.agent, self.pool.base_address, self.pool.nbytes)
+        """Makes the pool readable by peers, and the pool of a drafter."""
+        self._register(self.agent, self.pool.base_address, len(self.pool.memory))
 
     def register_with(self, agent: TransferAgent) -> None:
         """Registers all memory that a link's READs may write to."""
         self._register(agent, self.scratch_address, SCRATCH_BYTES)
-        self._register(agent, self.pool.base_address, self.pool.nbytes)
+        self._register(agent, self.pool.base_address, len(self.pool.memory))
         if self.staging is not None:
             self._register(agent, self.staging.base_address, self.staging.nbytes)
 

@@ -7,6 +7,7 @@ has a link that reads from the engine. Only the rank's transfer thread uses it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvcache.transfer.draft import draft_planner
 from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move.peer_memory import Memory
 from kvcache.transfer.peer_link import PeerLink
@@ -55,9 +56,13 @@ class Peer:
             rank.total_kv_heads,
             metadata.dcp_size,
         )
+        self._staging_bytes = rank.staging.nbytes if rank.staging else None
+        self._planner: Planner | None = None
+        self._draft_planner = draft_planner(rank.draft, metadata, self._staging_bytes)
+        if self._draft_planner is not None:
+            groups += self._draft_planner.head_groups
         # The ranks of the peer that this rank reads from.
         self._owners = sorted({owner for group in groups for owner in group.owners})
-        self._planner: Planner | None = None
         # After a link has failed, all later links are probed, so that READs of the null
         # block test a connection before pulls use it.
         self._has_link_failed = False
@@ -95,9 +100,12 @@ class Peer:
             self.connect()
 
     def transfers(self, pull: Pull) -> list[Transfer]:
-        """Makes the pull's transfers, one for each group of layers.
+        """Makes the pull's transfers: one for each group of layers, and one for draft
+        KV if the peer has the same drafter. See `_transfers_with_planners`."""
+        return [transfer for _, transfer in self._transfers_with_planners(pull)]
 
-        Marks the pull's blocks as used in the pool.
+    def _transfers_with_planners(self, pull: Pull) -> list[tuple[Planner, Transfer]]:
+        """Makes the pull's transfers. Marks the pull's blocks as used in the pool.
 
         Raises:
             PeerIncompatible: no plan can move KV between the two geometries, or a block
@@ -108,17 +116,20 @@ class Peer:
             pull.token_start, pull.token_stop, pull.reach
         )
         lease_hash = int(pull.lease_id[:8], 16)
+        transfers = []
         with _as_incompatible():
-            planner = self._get_planner()
-            transfers = [
-                planner.make_transfer(
-                    (tokens.start, tokens.stop),
+            planners = [(self._get_planner(), group) for group in range(groups.count)]
+            if self._draft_planner is not None:
+                # Draft KV is in the blocks of a group that keeps those of all tokens.
+                planners.append((self._draft_planner, groups.windows.index(None)))
+            for planner, group in planners:
+                transfer = planner.make_transfer(
+                    (token_ranges[group].start, token_ranges[group].stop),
                     groups.group_table(pull.local_block_ids, group),
                     groups.group_table(pull.remote_block_ids, group),
                     lease_hash=lease_hash,
                 )
-                for group, tokens in enumerate(token_ranges)
-            ]
+                transfers.append((planner, transfer))
         self.rank.pool.mark_used(max(pull.local_block_ids, default=-1))
         return transfers
 
@@ -127,8 +138,10 @@ class Peer:
         default_costs = DEFAULT_COSTS["cuda" if link.between_gpus else "cpu"]
         costs = self.rank.costs or link.costs or default_costs
         with _as_incompatible():
-            planner = self._get_planner()
-            plans = [planner.plan(part, costs) for part in self.transfers(pull)]
+            plans = [
+                planner.plan(transfer, costs)
+                for planner, transfer in self._transfers_with_planners(pull)
+            ]
             return join_plans(plans)
 
     def _get_planner(self) -> Planner:
@@ -138,7 +151,7 @@ class Peer:
                 rank.endpoint,
                 self._endpoints,
                 rank.total_kv_heads,
-                staging_bytes=rank.staging.nbytes if rank.staging else None,
+                staging_bytes=self._staging_bytes,
                 convert=rank.convert,
             )
         return self._planner

@@ -24,7 +24,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from protocol import exact_json
 from protocol.errors import InvalidRequest
 from protocol.http.json_bounds import INLINE_BODY_BYTES, check_utf8
-from protocol.near_names import suggestion
+from protocol.settings.near_names import suggestion
 from protocol.short_repr import short_repr
 
 BODIES: Final[dict[str, type["Strict"]]] = {}  # classes of request bodies, by endpoint

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from protocol.near_names import suggestion
+from protocol.settings.near_names import suggestion
 
 # The order of the topics in --help, and their descriptions. A settings class names the
 # topic of its own options in the class attribute `topic`.

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode
 
-from protocol.near_names import did_you_mean, near_names, suggestion
+from protocol.settings.near_names import did_you_mean, near_names, suggestion
 from protocol.short_repr import short_repr
 
 ENV_PREFIX = "BATON_"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from protocol.handshake import same_model
 from protocol.http.deadlines import Countdown
+from protocol.pairing import same_model
 from protocol.process.logging import get_logger
 from protocol.registration import (
     MAX_AGE_S,

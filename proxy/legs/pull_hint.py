@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from protocol.handshake import may_pair
 from protocol.kv_params import HINT
 from protocol.messages import HostTierReport, KVHint
+from protocol.pairing import may_pair
 from proxy.body import hinted
 from proxy.membership import Server
 from proxy.placement.host_tiers import StoreLender

@@ -51,13 +51,26 @@ def test_answers_are_those_without_a_drafter(kind, argv) -> None:
 
 
 @pytest.mark.slow
-def test_pulled_prompts_are_continued_with_proposals() -> None:
-    """Only the decode server has the drafter."""
-    folder, speculate = engine_options("mtp-gqa", 2)
+@pytest.mark.parametrize(
+    ("kind", "prefill_drafts", "prefill_argv"),
+    [
+        ("mtp-gqa", False, ()),
+        ("mtp-gqa", True, ("--tp", "2", "--block-size", "16")),
+        ("eagle3-gqa", True, ("--kv-layout", "LBCNHD")),
+    ],
+    ids=["no drafter", "two ranks", "another layout"],
+)
+def test_pulled_prompts_are_continued_with_proposals(
+    kind, prefill_drafts, prefill_argv
+) -> None:
+    """If the prefill server has the drafter, too, its KV comes with the rest."""
+    folder, speculate = engine_options(kind, 2)
     argv = ("--speculate", speculate)
+    if prefill_drafts:
+        prefill_argv += argv
     with (
         started(partial(start_decode, folder)) as (plain,),
-        cluster(folder, decode_argv=argv) as pair,
+        cluster(folder, prefill_argv=prefill_argv, decode_argv=argv) as pair,
     ):
         _assert_equal_answers(pair.decode[0], pair.url, plain.url)
         assert_idle(plain, *pair.prefill, *pair.decode)

@@ -27,15 +27,13 @@ from protocol.handshake import (
     Reply,
     Request,
     check_compatible,
-    kv_digest,
-    may_pair,
     open_reply,
     open_request,
-    same_model,
     seal_reply,
     seal_request,
 )
 from protocol.metadata_rules import check_consistent
+from protocol.pairing import kv_digest, may_pair, same_model
 
 SECRET = b"cluster secret"
 

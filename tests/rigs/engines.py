@@ -29,6 +29,7 @@ from kvcache.layout import KVLayout
 from kvcache.lease_server import LeaseServer
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
+from kvcache.transfer.draft import DraftRank
 from kvcache.transfer.move.peer_memory import describe_pool
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
@@ -166,6 +167,7 @@ class Engine:
         self.pools = [
             self.make_pool(num_blocks, order, block_size, compat) for _ in stripes
         ]
+        drafts = self.make_draft_ranks()
         self.clock = Clock()
         agents = [MemoryAgent() for _ in stripes]
         self.movers = Movers(agents, [], rng or random.Random(0))
@@ -198,6 +200,7 @@ class Engine:
             verify=verify,
             staging_bytes=2**20,
             clock=self.clock,
+            drafts=drafts,
             **options,
         )
         self.coordinator = self._work.coordinator
@@ -205,7 +208,12 @@ class Engine:
         for rank in self._work.ranks:
             rank.register_pool()
         rank_metadata = [
-            describe_pool(pool, rank, agent.metadata())
+            describe_pool(
+                pool,
+                rank,
+                agent.metadata(),
+                draft=drafts[rank].pool if drafts else None,
+            )
             for rank, (pool, agent) in enumerate(zip(self.pools, agents, strict=True))
         ]
         engine_metadata = metadata(
@@ -215,6 +223,7 @@ class Engine:
             engine_id=self.config.engine_id,
             incarnation=self.config.incarnation,
             digests=DIGEST_VERSION,
+            draft=drafts[0].kv if drafts else None,
         )
         self.leases = LeaseServer(
             "127.0.0.1",
@@ -263,6 +272,10 @@ class Engine:
             compat.kv_dtype,
         )
         return KVPool(layout)
+
+    def make_draft_ranks(self) -> list[DraftRank]:
+        """Return the KV of a drafter by rank; empty if there is none."""
+        return []
 
     def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
         return PoolExecutor(self.pools, stripes, depth)

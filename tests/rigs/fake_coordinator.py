@@ -97,6 +97,9 @@ class FakeCoordinator:
 
     # -- methods that the engine's Borrower calls
 
+    def shares_draft_kv(self, remote: RemotePrefill) -> bool:
+        return False
+
     def can_pull_from(self, remote: RemotePrefill) -> bool:
         return remote.engine_id in self._ready
 

@@ -336,12 +336,12 @@ def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) 
     """
     sources = [memory_of(case, case.p, rank) for rank in range(case.p.tp)]
     into = garbage(case, case.d, d_rank)
-    pool = torch.from_numpy(into).view(case.layout(case.d, d_rank).shape)
+    memory = torch.from_numpy(into).view(torch.uint8)
     for step in plan.steps:
         slot = None if step.slot is None else np.full(step.slot.nbytes, 0xEE, np.uint8)
         execute_reads(step.reads, sources, into if slot is None else slot)
         for copy in step.copies:
-            place(copy, torch.from_numpy(slot), pool, step.transfer.scale_factors)
+            place(copy, torch.from_numpy(slot), memory, step.transfer.scale_factors)
         assert slot is None or slot.nbytes <= plan.slot_bytes
     if plan.path == "direct":
         beyond = rest_of_block(case, d_rank)[: plan.bytes_read - plan.useful_bytes]

@@ -42,14 +42,17 @@ from protocol.handshake import (
 from protocol.messages import FirstToken, RemotePrefill
 from tests.rigs.clock import Clock
 from tests.rigs.memory_agent import MemoryAgent
+from tests.rigs.memory_pools import HEAD_DIM as HEAD_DIM
+from tests.rigs.memory_pools import HEADS as HEADS
+from tests.rigs.memory_pools import LAYERS as LAYERS
+from tests.rigs.memory_pools import PoolWithDraft
+from tests.rigs.memory_pools import fill as fill
+from tests.rigs.memory_pools import layout as layout
+from tests.rigs.memory_pools import value as value
 from tests.rigs.workers import Workers
 
 SECRET = b"cluster secret"
 DEADLINE_S = 30.0
-HEADS = 4
-LAYERS = 3
-HEAD_DIM = 8
-_MAX_HEADS = 8
 ENDINGS = (PullDone, PullFailed, PullDrained)
 # Settings for tests in which all READs must end before a failed pull is reported. The
 # grace period is long enough for a slow machine.
@@ -81,23 +84,6 @@ def pull_command(
     )
 
 
-def layout(
-    tp: int = 1, rank: int = 0, *, heads: int = HEADS, dcp: int = 1, **changes: Any
-) -> KVLayout:
-    """Return the KV layout of one rank."""
-    fields = {
-        "order": "BHLCND",
-        "num_blocks": 32,
-        "num_heads": len(heads_of(rank // dcp, tp // dcp, heads)),
-        "num_layers": LAYERS,
-        "num_components": 2,
-        "block_size": 8,
-        "head_dim": HEAD_DIM,
-        "dtype": "float32",
-    }
-    return KVLayout(**{**fields, **changes})
-
-
 def compat(**changes: Any) -> CompatRecord:
     fields: dict[str, Any] = {
         "model_fingerprint": "model",
@@ -124,29 +110,6 @@ def metadata(*ranks: RankMetadata, **changes: Any) -> EngineMetadata:
     return EngineMetadata(**{**fields, **changes})
 
 
-def value(
-    head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any
-) -> Any:
-    """Return the value of P's KV at this place. `block` is a block ID of P.
-
-    The value is exact in float32 and never 0.
-    """
-    number = (
-        (((block * _MAX_HEADS + head) * LAYERS + layer) * 2 + component) * 256 + token
-    ) * HEAD_DIM
-    return (number + element) % 16_000_057 + 1
-
-
-def fill(pool: KVPool, rank: int, tp: int, heads: int = HEADS) -> None:
-    """Fill a rank's pool with the values of `value`."""
-    sizes = pool.layout.sizes
-    grid = np.meshgrid(*(np.arange(sizes[axis]) for axis in "BHLCND"), indexing="ij")
-    block, head, layer, component, token, element = grid
-    first = heads_of(rank, tp, heads).start
-    numbers = value(head + first, layer, component, block, token, element)
-    pool.canonical.copy_(torch.from_numpy(numbers).to(pool.tensor.dtype))
-
-
 def compat_of(
     layout: KVLayout, heads: int, scales: tuple[float, ...] = ()
 ) -> CompatRecord:
@@ -169,7 +132,11 @@ def run_round(coordinator: PullCoordinator) -> None:
 
 
 class Prefill:
-    """The prefill side P: pools, agents and a lease server."""
+    """The prefill side P: pools, agents and a lease server.
+
+    Args:
+        drafter: as in PoolWithDraft.make; None: there is no drafter.
+    """
 
     def __init__(
         self,
@@ -184,13 +151,18 @@ class Prefill:
         device: str = "cpu",
         heads: int = HEADS,
         digests: bool = False,
+        drafter: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
         self.tp = tp
         self.heads = heads
         self.clock = Clock()
         self.layouts = [layout(tp, rank, heads=heads, **changes) for rank in range(tp)]
-        self.pools = [KVPool(rank_layout, device) for rank_layout in self.layouts]
+        self.ranks = [
+            PoolWithDraft.make(rank_layout, device, (), rank, tp, drafter)
+            for rank, rank_layout in enumerate(self.layouts)
+        ]
+        self.pools = [rank.pool for rank in self.ranks]
         self.agents = [make_agent() for _ in range(tp)]
         self.metadata = metadata(
             *map(self._register_rank, range(tp)),
@@ -198,6 +170,7 @@ class Prefill:
             incarnation=incarnation or uuid.uuid4().hex,
             compat=compat_of(self.layouts[0], heads),
             digests=DIGEST_VERSION if digests else 0,
+            draft=None if drafter is None else self.ranks[0].draft.kv,
         )
         self.lending = None
         if digests:
@@ -221,14 +194,19 @@ class Prefill:
         pool = self.pools[rank]
         agent = self.agents[rank]
         fill(pool, rank, self.tp, self.heads)
+        draft_pool, draft = self.ranks[rank][1:]
+        if draft_pool is not None:
+            fill(draft_pool, rank, self.tp, draft.kv.total_kv_heads)
         is_cuda = pool.device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize(pool.device)
         kind: Any = "VRAM" if is_cuda else "DRAM"
         agent.register(
-            pool.base_address, pool.nbytes, device_id=pool.device_id, kind=kind
+            pool.base_address, len(pool.memory), device_id=pool.device_id, kind=kind
         )
-        return describe_pool(pool, rank, agent.metadata())
+        return describe_pool(
+            pool, rank, agent.metadata(), draft=None if draft is None else draft.pool
+        )
 
     def lease(
         self,
@@ -280,6 +258,7 @@ class Decode:
     """The decode side D: a worker for each rank, and the coordinator, as in an engine.
 
     Args:
+        drafter: as in Prefill.
         options: options in RANK_OPTIONS are for LocalRank. All others are fields of the
             layout.
     """
@@ -298,6 +277,7 @@ class Decode:
         make_placer: Callable[[KVPool], Placer | None] = lambda pool: None,
         convert: bool = False,
         verify: str = "off",
+        drafter: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         rank_options = {
@@ -312,9 +292,12 @@ class Decode:
         self.layouts = [
             layout(tp, rank, heads=heads, dcp=dcp, **options) for rank in range(tp)
         ]
-        self.pools = [
-            KVPool(rank_layout, device, scales) for rank_layout in self.layouts
+        ranks = [
+            PoolWithDraft.make(rank_layout, device, scales, rank, tp, drafter)
+            for rank, rank_layout in enumerate(self.layouts)
         ]
+        self.pools = [rank.pool for rank in ranks]
+        self.draft_pools = [rank.draft_pool for rank in ranks]
         self.agents = [make_agent() for _ in range(tp)]
         self._work = Workers(
             self.pools,
@@ -327,6 +310,7 @@ class Decode:
             make_placer=make_placer,
             dcp=dcp,
             convert=convert,
+            drafts=[rank.draft for rank in ranks if rank.draft is not None],
             **rank_options,
         )
         self.coordinator = self._work.coordinator

@@ -69,11 +69,11 @@ def _divide(number: IntArray, divisor_numbers: list[int]) -> tuple[IntArray, Int
 def place_units(
     copy: BlockCopy,
     source: torch.Tensor,
-    pool: torch.Tensor,
+    target: torch.Tensor,
     scale_factors: ScaleFactors,
 ) -> None:
     """Do what `place` does, but with the kernel's index arithmetic. All arguments are
-    on the CPU.
+    on the CPU; `target` is the memory of a pool, u8.
     """
     kind = kernel_kind(copy.source, copy.target, scale_factors)
     reads, writes, scales = (
@@ -84,11 +84,14 @@ def place_units(
     assert len(writes.unique()) == len(writes)
     dtype = getattr(torch, copy.source.dtype)
     elements = kind.unit_elements
+    stored_dtype = getattr(torch, copy.target.dtype)
+    row_bytes = elements * stored_dtype.itemsize
     nbytes = (int(reads.max()) + 1) * elements * dtype.itemsize
     picked = source[:nbytes].view(dtype).view(-1, elements)[reads]
     if kind.scaled or kind.source_dtype != kind.target_dtype:
-        picked = fp8.to_stored(picked.float() * scales[:, None], pool.dtype)
-    fp8.addressable(pool.view(-1).view(-1, elements))[writes] = fp8.addressable(picked)
+        picked = fp8.to_stored(picked.float() * scales[:, None], stored_dtype)
+    stored = target[: len(target) // row_bytes * row_bytes].view(stored_dtype)
+    fp8.addressable(stored.view(-1, elements))[writes] = fp8.addressable(picked)
 
 
 class MemoryPlacer(Placer):
@@ -145,7 +148,7 @@ class MemoryPlacer(Placer):
             self.num_failed += 1
             raise RuntimeError("a launch failed")
         assert source.bytes is not None
-        place_units(copy, source.bytes, self._pool.tensor, scale_factors)
+        place_units(copy, source.bytes, self._pool.memory, scale_factors)
 
     def finished(self, handle: Any) -> bool:
         return not self.stalled

@@ -9,12 +9,13 @@ from engine.geometry import kv_groups
 from engine.speculation.drafter import Drafter
 from engine.speculation.speculator import Speculator
 from engine.worker.draft_runner import DraftRunner
-from engine.worker.drafting.load_draft import load_draft
+from engine.worker.drafting.load_draft import draft_rank, load_draft
 from engine.worker.memory import make_memory
 from engine.worker.runner import ModelRunner
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
 from kvcache.stripe import Stripe
+from kvcache.transfer.draft import DraftRank
 from model.config import load_config
 from model.parallel import Parallel
 from protocol.handshake import CompatRecord
@@ -55,8 +56,7 @@ class RealEngine(Engine):
             num_blocks=120 * self.groups.count,
             groups=self.groups,
             max_model_len=400,
-            max_num_batched_tokens=150,
-            **options,
+            **{"max_num_batched_tokens": 150, **options},
         )
 
     def make_pool(
@@ -72,24 +72,32 @@ class RealEngine(Engine):
             compat.head_dim,
             compat.kv_dtype,
         )
-        return KVPool(layout, groups=self.groups)
-
-    def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
-        (pool,) = self.pools
         config = make_config(
             model_dir=str(self._folder),
-            block_size=pool.layout.block_size,
+            block_size=size,
             role="decode" if self._speculate else "prefill",
             speculate=self._speculate,
         )
-        runner = ModelRunner(config, self._model, Parallel())
-        runner.memory = make_memory(config, self._model, runner.model, pool)
-        self.draft = load_draft(runner, lambda progress: None)
-        if self.draft is None:
-            return SimpleNamespace(depth=0, launch=runner.launch)
-        self.draft.allocate(pool.layout.num_blocks)
-        self.draft.memory.pool.tensor.fill_(float("nan"))
+        self._runner = ModelRunner(config, self._model, Parallel())
+        self.draft = load_draft(self._runner, lambda progress: None)
+        extra_bytes = 0 if self.draft is None else self.draft.layout(num_blocks).nbytes
+        pool = KVPool(layout, groups=self.groups, extra_bytes=extra_bytes)
+        self._runner.memory = make_memory(config, self._model, self._runner.model, pool)
+        if self.draft is not None:
+            self.draft.allocate(num_blocks, pool_memory=pool.extra)
+            self.draft.memory.pool.tensor.fill_(float("nan"))
+        return pool
+
+    def make_draft_ranks(self) -> list[DraftRank]:
+        (pool,) = self.pools
+        draft = draft_rank(self.draft, pool, 0)
+        return [draft] if draft is not None else []
+
+    def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
         draft = self.draft
+        runner = self._runner
+        if draft is None:
+            return SimpleNamespace(depth=0, launch=runner.launch)
         return SimpleNamespace(
             depth=0,
             launch=lambda step: (draft if step.is_draft else runner).launch(step),

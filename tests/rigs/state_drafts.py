@@ -115,6 +115,7 @@ class CheckedDrafter:
         self.name = drafter.name
         self.prepare = drafter.prepare
         self.follow = drafter.follow
+        self.drafted_blocks = drafter.drafted_blocks
         self.num_proposed = 0
         self.num_skipped: list[int] = []
         self._drafter = drafter

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcache.pool import KVPool
 from kvcache.transfer.agent import TransferAgent
+from kvcache.transfer.draft import DraftRank
 from kvcache.transfer.local_rank import LocalRank
 from kvcache.transfer.move.place import Placer
 from kvcache.transfer.pulls.coordinator import PullCoordinator
@@ -27,6 +28,7 @@ class Workers:
             from `dcp`.
         make_placer: function that creates the placer of a rank, or returns None for a
             rank without a placer.
+        drafts: the KV of a drafter, by rank.
         options: further options of LocalRank.
     """
 
@@ -44,6 +46,7 @@ class Workers:
         convert: bool = False,
         verify: str = "off",
         make_placer: Callable[[KVPool], Placer | None] = lambda pool: None,
+        drafts: Sequence[DraftRank] = (),
         **options: Any,
     ) -> None:
         pairs = [socket.socketpair() for _ in pools[1:]]
@@ -57,6 +60,7 @@ class Workers:
             block_size=pools[0].layout.block_size,
             verify=verify,
             convert=convert,
+            draft=drafts[0].kv if drafts else None,
         )
         self.ranks = [
             LocalRank(
@@ -68,6 +72,7 @@ class Workers:
                 dcp=dcp,
                 placer=make_placer(pool),
                 convert=convert,
+                draft=drafts[rank] if drafts else None,
                 **options,
             )
             for rank, pool in enumerate(pools)

@@ -51,10 +51,12 @@ class PromptPull:
         first blocks of the prompt are computed."""
         self.remote = replace(self.remote, lease_id=lease_id)
 
-    def seal(self, first_tokens: list[FirstToken]) -> None:
+    def seal(self, first_tokens: list[FirstToken], drafted_tokens: int) -> None:
         """Records the usable first tokens of an offer, once the other engine has
         computed the prompt. The list is empty if no first token is usable."""
-        self.remote = replace(self.remote, first_tokens=first_tokens)
+        self.remote = replace(
+            self.remote, first_tokens=first_tokens, drafted_tokens=drafted_tokens
+        )
 
     def num_to_receive(self, num_tokens: int) -> int:
         """Returns how many tokens need not be computed after the pull.

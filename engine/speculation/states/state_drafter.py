@@ -33,7 +33,7 @@ from typing import Final
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import Executor, StepInput
+from engine.core.batch import Executor, PendingStep, StepInput
 from engine.core.plan import Scheduled
 from engine.core.sequence import Phase, Sequence
 from engine.speculation.model_drafter import DraftLimits
@@ -137,6 +137,7 @@ class StateDrafter:
         self._table = table
         self._block_size = limits.sizes.tokens_per_block
         self._blocks = StateBlocks(self._block_size, limits.groups)
+        self.drafted_blocks = self._blocks
         self._num_slots = slots_per_sequence(limits.max_proposals)
         self._free_slots = [index * self._num_slots for index in range(max_seqs)]
         self._stored: dict[Sequence, _StoredStates] = {}
@@ -145,9 +146,15 @@ class StateDrafter:
 
     # -- steps of the engine's model ----------------------------------------------
 
-    def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
+    def prepare(
+        self,
+        scheduled: Sequenceable[Scheduled],
+        step: StepInput,
+        *,
+        only_prompts: bool = False,
+    ) -> StepInput:
         self._release_ended()
-        self._planned = self._plan(scheduled)
+        self._planned = self._plan(scheduled, only_prompts=only_prompts)
         self._kv_step = self._build_kv_step()
         rows: list[int] = []
         slots: list[int] = []
@@ -162,12 +169,13 @@ class StateDrafter:
             stored_slots=np.array(slots, np.int32),
         )
 
-    def follow(self) -> None:
+    def follow(self) -> list[PendingStep]:
         for planned in self._planned:
             self._commit(planned)
+        launched = []
         if self._kv_step is not None:
             # The step draws nothing, and steps run in the order of their launches.
-            self._executor.launch(self._kv_step)
+            launched.append(self._executor.launch(self._kv_step))
         for planned in self._planned:
             # A sequence may have ended since the step was prepared.
             is_running = planned.item.sequence.phase is Phase.RUNNING
@@ -175,6 +183,7 @@ class StateDrafter:
                 self._record(planned.item.sequence, planned.computed)
         self._planned = []
         self._kv_step = None
+        return launched
 
     def _release_ended(self) -> None:
         """Makes the slots of sequences that do not run free. Steps that store states of
@@ -183,10 +192,13 @@ class StateDrafter:
         for sequence in ended:
             self._free_slots.append(self._stored.pop(sequence).first_slot)
 
-    def _plan(self, scheduled: Sequenceable[Scheduled]) -> list[_PlannedItem]:
+    def _plan(
+        self, scheduled: Sequenceable[Scheduled], *, only_prompts: bool
+    ) -> list[_PlannedItem]:
         planned = [
             _PlannedItem(item, first_row, states, _missing_rows(item))
             for item, first_row in _with_first_rows(scheduled)
+            if item.is_prompt or not only_prompts
             if (states := self._states_for(item)) is not None
         ]
         # A step of the drafter mostly takes the time to read its weights, so one step

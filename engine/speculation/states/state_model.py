@@ -28,7 +28,8 @@ def requested_state_model(
     config: EngineConfig, target: ModelConfig
 ) -> DraftModel | None:
     """Returns the drafter that --speculate names; None if it names none that reads
-    states, or if the server does not decode.
+    states. A prefill server has one, too: decode servers pull its draft KV, because
+    only the server that computes a prompt has the states.
 
     Args:
         config: the engine's configuration.
@@ -39,7 +40,7 @@ def requested_state_model(
             names the option, the reason and the fix.
     """
     speculation = config.speculation
-    if speculation.kind not in _STATE_KINDS or config.role == "prefill":
+    if speculation.kind not in _STATE_KINDS:
         return None
     return read_state_model(config, target, speculation)
 

@@ -15,7 +15,7 @@ from engine.text.schema import numbers
 from engine.text.schema.disjoint import Disjointness
 from engine.text.schema.errors import GrammarError, shortened
 from engine.text.schema.references import References, Resource, Schema, children
-from protocol.near_names import suggestion
+from protocol.settings.near_names import suggestion
 from protocol.short_repr import short_repr
 
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")

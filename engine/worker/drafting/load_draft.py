@@ -1,4 +1,4 @@
-"""Loads the draft model of a rank."""
+"""Loads the draft model of a rank; allocates its KV pool and describes it for peers."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,10 @@ from engine.speculation.states.state_model import requested_state_model
 from engine.worker.draft_runner import DraftRunner
 from engine.worker.drafting.state_runner import StateDraftRunner
 from engine.worker.runner import ModelRunner
+from kvcache.pool import KVPool
+from kvcache.transfer.draft import DraftRank
+from model.sizes import fingerprint
+from protocol.handshake import DraftKV
 
 
 def load_draft(
@@ -19,3 +23,55 @@ def load_draft(
         return StateDraftRunner(target, states, report)
     draft = requested_draft_model(target.config, target.model_config)
     return None if draft is None else DraftRunner(target, draft, report)
+
+
+def allocate_pools(
+    runner: ModelRunner, draft: DraftRunner | None, num_blocks: int
+) -> KVPool:
+    """Allocates the pool of a rank, and that of its draft model behind it. Captures the
+    steps of both as graphs. Returns the pool of the rank.
+
+    Args:
+        num_blocks: blocks of each pool, including the null block.
+    """
+    extra_bytes = 0 if draft is None else draft.layout(num_blocks).nbytes
+    pool = runner.allocate(num_blocks, extra_bytes=extra_bytes).pool
+    runner.capture_graphs()
+    if draft is not None:
+        draft.allocate(num_blocks, pool_memory=pool.extra)
+        draft.capture_graphs()
+    return pool
+
+
+def draft_kv(draft: DraftRunner) -> DraftKV | None:
+    """What peers must have to read a draft model's KV; None if no peer can, because
+    ranks share the tokens of a sequence.
+
+    A pull between a GPU and a CPU might cross a border of locked memory behind the
+    engine's pool, so the device counts.
+    """
+    config = draft.config
+    if config.dcp > 1:
+        return None
+    digest = fingerprint(
+        draft.model_config,
+        config.model_dir,
+        load_format=config.load_format,
+        seed=config.seed,
+    )
+    names = (config.speculation.kind, draft.device.type, draft.layout(1).dtype, digest)
+    return DraftKV(
+        fingerprint="-".join(names), total_kv_heads=draft.model_config.kv_heads_total
+    )
+
+
+def draft_rank(draft: DraftRunner | None, pool: KVPool, rank: int) -> DraftRank | None:
+    """Describes the KV of a draft model on a rank; None if peers cannot read it.
+
+    Args:
+        pool: the engine's pool, in front of the draft model's.
+    """
+    kv = draft_kv(draft) if draft is not None else None
+    if draft is None or kv is None:
+        return None
+    return DraftRank.make(kv, draft.memory.pool.layout, pool, rank, draft.config.tp)

@@ -20,7 +20,7 @@ unit, which select the scale factor of the unit.
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,8 @@ from kvcache.transfer.move.peer_memory import (
     open_host_for_gpu,
     open_on_gpu,
 )
-from kvcache.transfer.move.place import ALL_BYTES, Placer, axes_of
+from kvcache.transfer.move.place import ALL_BYTES, axes_of
+from kvcache.transfer.move.place import Placer as Placer
 from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.endpoint import IntArray, PlanError
 from protocol.handshake import FP8, ITEMSIZE, RankMetadata
@@ -197,6 +198,7 @@ class CudaPlacer(Placer):
         long_run_bytes: copy engines move runs of at least this size; 0: all runs. While
             `is_busy`, copy engines also move runs of at least _BUSY_RUN_BYTES.
         is_busy: returns True while a batch is computed on this device.
+        extra_layouts: layouts of KV in the memory behind the pool.
     """
 
     launch_bytes = 1 << 30  # copying this takes about 2.8 ms over NVLink
@@ -209,13 +211,15 @@ class CudaPlacer(Placer):
         num_programs: int = NUM_PROGRAMS,
         long_run_bytes: int = LONG_RUN_BYTES,
         is_busy: Callable[[], bool] = lambda: False,
+        extra_layouts: Sequence[KVLayout] = (),
     ) -> None:
         super().__init__(pool, device)
+        self._extra_layouts = extra_layouts
         if pool.device.type == "cpu" and self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 locked = LockedMemory(
                     pool.base_address,
-                    pool.nbytes,
+                    len(pool.memory),
                     pool.layout.byte_strides["B"],
                     num_threads=num_populating_threads(),
                     is_busy=is_busy,
@@ -236,7 +240,10 @@ class CudaPlacer(Placer):
         If a kernel cannot be compiled, a warning is logged. `open` then refuses peers
         that need the kernel, and torch places their KV out of staging memory.
         """
-        for kind in kernel_kinds_into(self._pool.layout, convert=convert):
+        kinds = set(kernel_kinds_into(self._pool.layout, convert=convert))
+        for layout in self._extra_layouts:
+            kinds.update(kernel_kinds_into(layout, convert=False))
+        for kind in kinds:
             try:
                 with torch.cuda.device(self._device):
                     self._launch(kind, *[self._pool.base_address] * 5, 0)
@@ -385,14 +392,20 @@ def placer_for_host(pool: KVPool, *, maps_only: bool) -> Placer | None:
         return None
 
 
-def staging_placer(pool: KVPool, *, convert: bool) -> Placer:
+def staging_placer(
+    pool: KVPool, *, convert: bool, extra_layouts: Sequence[KVLayout] = ()
+) -> Placer:
     """Makes a placer for copies out of staging memory.
 
     On a GPU the placer uses the kernel alone, because READs need the copy engines.
+
+    Args:
+        extra_layouts: as in CudaPlacer.
     """
     return placer_for(
         pool,
         convert=convert,
         num_programs=_STAGING_PROGRAMS,
         long_run_bytes=sys.maxsize,
+        extra_layouts=extra_layouts,
     )

@@ -26,7 +26,7 @@ from kvcache.shared_memory import NotMappable as NotMappable
 from kvcache.shared_memory import open_memory
 from kvcache.transfer.move import cuda
 from kvcache.transfer.move.locked_memory import LockedMemory
-from protocol.handshake import RankMetadata
+from protocol.handshake import DraftPool, RankMetadata
 from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
@@ -113,24 +113,29 @@ def mappable_extra(pool: KVPool) -> dict[str, Any]:
 
 
 def describe_pool(
-    pool: KVPool, rank: int, agent_metadata: bytes, host: str = ""
+    pool: KVPool,
+    rank: int,
+    agent_metadata: bytes,
+    host: str = "",
+    draft: DraftPool | None = None,
 ) -> RankMetadata:
     """The metadata with which peers read a rank's pool, over NIXL or by mapping it.
 
     Args:
-        host: as in RankMetadata.
+        host, draft: as in RankMetadata.
     """
     return RankMetadata(
         rank=rank,
         agent_metadata=agent_metadata,
         base_address=pool.base_address,
-        nbytes=pool.nbytes,
+        nbytes=len(pool.memory),
         device_id=pool.device_id,
         device_kind=pool.device.type,
         layout=pool.layout,
         extra=mappable_extra(pool),
         pid=os.getpid(),
         host=host,
+        draft=draft,
     )
 
 

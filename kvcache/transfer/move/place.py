@@ -121,7 +121,7 @@ class Placer:
         self, copy: BlockCopy, source: Memory, scale_factors: ScaleFactors
     ) -> None:
         assert source.bytes is not None
-        place(copy, source.bytes, self._pool.tensor, scale_factors)
+        place(copy, source.bytes, self._pool.memory, scale_factors)
 
 
 class StagingBuffer:
@@ -224,7 +224,7 @@ def split_into_launches(
 def place(
     copy: BlockCopy,
     source: torch.Tensor,
-    pool: torch.Tensor,
+    target: torch.Tensor,
     scale_factors: ScaleFactors = None,
 ) -> None:
     """Copies pieces into the pool, and converts them if dtype or scales differ.
@@ -233,18 +233,19 @@ def place(
 
     Args:
         source: u8, contiguous; the offsets in `copy.sources` count from its start.
-        pool: the rank's whole KV pool, contiguous, on the source's device.
+        target: u8, contiguous, on the source's device: the rank's memory. The offsets
+            in `copy.targets` count from its start.
     """
-    convert = _converter(copy, pool, scale_factors)
-    target = pool.view(-1)
+    convert = _converter(copy, target.device, scale_factors)
     if copy.source.dtype == copy.target.dtype and scale_factors is None:
         row_bytes = copy.source.head_dim * copy.source.itemsize
         alignment = source.data_ptr() | target.data_ptr() | row_bytes
         dtype = next(word for word in _WORDS if alignment % word.itemsize == 0)
         source = _view_as(source, dtype)
-        target = target.view(torch.uint8).view(dtype)
+        target = _view_as(target, dtype)
     else:
         source = _view_as(source, getattr(torch, copy.source.dtype))
+        target = _view_as(target, getattr(torch, copy.target.dtype))
     for first, count, source_step, target_step in _equally_spaced(copy):
         source_start = int(copy.sources[first])
         target_start = int(copy.targets[first])
@@ -270,26 +271,25 @@ def axes_of(copy: BlockCopy) -> dict[str, int]:
 
 
 def _converter(
-    copy: BlockCopy, pool: torch.Tensor, scale_factors: ScaleFactors
+    copy: BlockCopy, device: torch.device, scale_factors: ScaleFactors
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that converts a view of the source for the pool.
+    """Returns a function that converts a view of the source for the target.
 
     The function clamps to FP8's largest number and multiplies by scale factors, because
     torch's own copy only converts the dtype. If neither is needed, the function returns
     the view unchanged.
     """
-    is_fp8_conversion = (
-        pool.dtype is fp8.DTYPE and copy.source.dtype != copy.target.dtype
-    )
+    dtype: torch.dtype = getattr(torch, copy.target.dtype)
+    is_fp8_conversion = dtype is fp8.DTYPE and copy.source.dtype != copy.target.dtype
     if scale_factors is None and not is_fp8_conversion:
         return lambda part: part
     layers = copy.target.num_layers
     components = copy.target.num_components
     factors = scale_factors or [1.0] * (layers * components)
-    scale = torch.tensor(factors, device=pool.device)
+    scale = torch.tensor(factors, device=device)
     # The last two axes of a view are tokens and elements.
     scale = scale.view(layers, components, 1, 1)
-    return lambda part: fp8.to_stored(part.float() * scale, pool.dtype)
+    return lambda part: fp8.to_stored(part.float() * scale, dtype)
 
 
 def _view(

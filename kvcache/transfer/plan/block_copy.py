@@ -110,7 +110,7 @@ class ReadDescriptors(NamedTuple):
     """One READ: the runs to read from one rank of P.
 
     Offsets and lengths are i64[n], in bytes. Remote offsets count from the start of the
-    rank's pool, local offsets from the start of the pool or slot that is read into.
+    rank's memory, local offsets from the start of the memory or slot that is read into.
     """
 
     remote_rank: int
@@ -269,7 +269,10 @@ class Transfer:
         """The target of copies of a group's heads: D's pool."""
         first = self.local.heads(self.total_kv_heads).start
         return Side(
-            self.local.layout, self.local_blocks, head=group.heads.start - first
+            self.local.layout,
+            self.local_blocks,
+            head=group.heads.start - first,
+            base=self.local.base,
         )
 
     def copies_from(
@@ -291,7 +294,9 @@ class Transfer:
         for index, owner in enumerate(group.owners):
             endpoint = self.remote[owner]
             head = heads.start - endpoint.heads(self.total_kv_heads).start
-            source = Side(endpoint.layout, self.remote_blocks, head=head)
+            source = Side(
+                endpoint.layout, self.remote_blocks, head=head, base=endpoint.base
+            )
             if len(group.owners) > 1:
                 is_from_owner = owner_indices == index
             yield from cut(owner, source, target, len(heads), tokens, is_from_owner)

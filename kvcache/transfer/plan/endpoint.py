@@ -49,6 +49,7 @@ class Endpoint:
         scales: as in KVPool: empty, or one for each layer and component.
         dcp: number of neighbouring ranks that share a sequence's tokens; divides tp.
         groups: the layer groups of the model.
+        base: bytes from the start of the rank's memory to block 0.
     """
 
     layout: KVLayout
@@ -57,6 +58,7 @@ class Endpoint:
     scales: tuple[float, ...] = ()
     dcp: int = 1
     groups: KVGroups = ONE_GROUP
+    base: int = 0
 
     def heads(self, total_kv_heads: int) -> range:
         """The model's KV heads on this rank."""

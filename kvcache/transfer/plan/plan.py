@@ -26,6 +26,7 @@ from kvcache.transfer.plan.block_copy import ReadDescriptors, Transfer, check_bl
 from kvcache.transfer.plan.cost import CostModel
 from kvcache.transfer.plan.endpoint import (
     Endpoint,
+    HeadGroup,
     IntArray,
     PlanError,
     check_endpoints,
@@ -155,6 +156,11 @@ class Planner:
         self._groups = head_groups(heads, len(remote), total_kv_heads, remote[0].dcp)
         self._decision_costs: CostModel | None = None
         self._decisions: dict[tuple[int, ...], _Decision] = {}  # by kind of pull
+
+    @property
+    def head_groups(self) -> tuple[HeadGroup, ...]:
+        """The heads of this rank, grouped by the ranks of P that own them."""
+        return self._groups
 
     def make_transfer(
         self,

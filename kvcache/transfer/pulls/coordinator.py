@@ -55,6 +55,7 @@ from protocol.errors import BatonError, InternalError, PullCircuitOpen
 from protocol.handshake import (
     CompatRecord,
     Demote,
+    DraftKV,
     LeaseRequest,
     Lookup,
     LookupResult,
@@ -86,8 +87,8 @@ class PullCoordinator:
         convert: accept peers with a different KV dtype or KV scales.
         dcp, block_size: as in Endpoint and KVLayout of this engine's ranks. With a dcp
             above 1, block_size must be a multiple of the peer's block size.
-        verify: which KV is verified with digests before the fence: "off" (none),
-            "sample" or "all".
+        verify: KV to verify with digests before the fence: "off", "sample" or "all".
+        draft: as in EngineMetadata of this engine.
 
     Attributes:
         on_event: called by the worker's thread when `drain` has events; must not block.
@@ -106,6 +107,7 @@ class PullCoordinator:
         dcp: int = 1,
         block_size: int = 1,
         verify: str = "off",
+        draft: DraftKV | None = None,
     ) -> None:
         self._num_ranks = len(sockets) + 1
         self._settings = settings or PullSettings()
@@ -119,7 +121,6 @@ class PullCoordinator:
         self._calls: deque[Callable[[], object]] = deque()
         self._waker = Waker()
         self.wake = self._waker.wake
-        # Each selector key's `data` is the function to call when its socket is ready.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ, self._run_calls)
         self._ranks = RankLinks(sockets, self._selector, self.report)
@@ -129,7 +130,7 @@ class PullCoordinator:
         self._due = 0.0  # when to call `_tick` next, by `clock`
         stripe = Stripe(0, dcp, block_size)
         self._tokens_per_block = stripe.tokens_per_block
-        self._peers = PeerTable(compat, self._settings, convert, stripe)
+        self._peers = PeerTable(compat, self._settings, convert, stripe, draft)
         self._handshakes = Handshakes(
             self._peers,
             self._leases,
@@ -150,15 +151,17 @@ class PullCoordinator:
     def can_pull_from(self, remote: RemotePrefill) -> bool:
         """True if the handshake is complete and the circuit breaker allows a pull."""
         peer = self._peers.get(key_of(remote))
-        if peer is None or peer.metadata is None:
-            return False
-        return peer.circuit.allows_pull(self._clock())
+        return peer is not None and peer.allows_pull(self._clock())
 
     def is_prepared(self, hint: KVHint) -> bool:
         """True if every rank has mapped the engine's memory or has connected to it, so
         that a pull begins at once."""
         peer = self._peers.get(key_of(hint))
         return peer is not None and len(peer.prepared_ranks) == self._num_ranks
+
+    def shares_draft_kv(self, remote: RemotePrefill) -> bool:
+        """True if pulls from the engine also bring the KV of a drafter."""
+        return self._peers.shares_draft_kv(key_of(remote))
 
     def connect(self, remote: RemotePrefill | KVHint) -> None:
         """Begins a handshake with an engine, unless its outcome is already known.
@@ -198,7 +201,6 @@ class PullCoordinator:
         """Reads tokens [token_start, token_stop) into blocks of this engine.
 
         Every rank reads its share. Like `hold`, this begins to renew the lease.
-        messages.py lists the events that follow.
 
         Args:
             local_block_ids: this engine's blocks from token 0 of the sequence on. A
@@ -317,9 +319,7 @@ class PullCoordinator:
                 try:
                     self._fail_pull(state, InternalError("the pull coordinator failed"))
                 except Exception:
-                    logger.exception(
-                        "the pull coordinator cannot end pull %s", state.pull_id
-                    )
+                    logger.exception("cannot end pull %s", state.pull_id)
 
     def _tick(self) -> None:
         now = self._clock()

@@ -23,8 +23,10 @@ from protocol.errors import (
 from protocol.handshake import (
     DIGEST_VERSION,
     CompatRecord,
+    DraftKV,
     EngineMetadata,
     check_compatible,
+    shares_draft_kv,
 )
 from protocol.messages import KVHint, RemotePrefill
 from protocol.metadata_rules import check_consistent
@@ -97,6 +99,10 @@ class PeerRecord:
         """False if the record may be evicted."""
         return self.is_handshaking or self.metadata is not None or self.is_announced
 
+    def allows_pull(self, now: float) -> bool:
+        """True if the handshake is complete and the circuit breaker allows a pull."""
+        return self.metadata is not None and self.circuit.allows_pull(now)
+
     def record_pull_failure(self, now: float) -> bool:
         """Counts a failed pull; returns True if that opens a closed circuit breaker.
 
@@ -138,6 +144,7 @@ class PeerTable:
         local: the compatibility record of this engine.
         allow_convert: accept peers with a different KV dtype or KV scales.
         stripe: the stripe of one rank of this engine, for `Stripe.check_remote`.
+        draft: as in EngineMetadata of this engine.
 
     Attributes:
         outcomes: number of ended handshakes, by "ok" or the code of the error.
@@ -149,8 +156,10 @@ class PeerTable:
         settings: PullSettings,
         allow_convert: bool,
         stripe: Stripe,
+        draft: DraftKV | None = None,
     ) -> None:
         self._local = local
+        self._draft = draft
         self._settings = settings
         self._allow_convert = allow_convert
         self._stripe = stripe
@@ -171,6 +180,13 @@ class PeerTable:
             peer = PeerRecord(key, address_of(remote), self._settings)
             self._peers[key] = peer
         return peer
+
+    def shares_draft_kv(self, key: PeerKey) -> bool:
+        """True if pulls from an engine also bring the KV of a drafter."""
+        peer = self._peers.get(key)
+        if peer is None or peer.metadata is None:
+            return False
+        return shares_draft_kv(self._draft, peer.metadata)
 
     def connect(self, remote: RemotePrefill | KVHint, now: float) -> PeerRecord:
         """Begins a handshake with the engine that a reference or hint names.

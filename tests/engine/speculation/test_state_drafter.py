@@ -5,18 +5,24 @@ the complete sequence. A wrong state, token or position would change them.
 """
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.core.batch import build_step
 from engine.core.core import EngineCore
 from engine.core.logits_processing import RowAllocator
 from engine.core.plan import Scheduled
 from engine.speculation.policy import SpeculationPolicy
+from engine.worker.draft_runner import DraftRunner
+from engine.worker.drafting import load_draft
+from engine.worker.drafting.load_draft import draft_kv
 from engine.worker.runner import ModelRunner
+from protocol.handshake import DraftKV
 from protocol.messages import AbortRequest, SamplingParams
 from tests.make_drafters import KINDS
 from tests.rigs.draft_ranks import DraftRanks, draft_ranks
@@ -310,6 +316,53 @@ class _FailingExecutor:
         return self._executor.launch(step)
 
 
+class _Switch(SpeculationPolicy):
+    """Allows all proposals while `is_on`, and none otherwise."""
+
+    is_on = False
+
+    def limits(
+        self, rates: Sequence[float], lengths: Sequence[int], num_streams: int
+    ) -> list[int]:
+        return list(lengths) if self.is_on else [0] * len(lengths)
+
+
+def test_drafter_that_does_not_pay_follows_no_streams_until_it_wakes(
+    lone, monkeypatch
+) -> None:
+    """It still computes draft KV of prompts, with which it begins when it wakes."""
+    monkeypatch.setattr("engine.speculation.dormancy.AWAKE_STEPS", 6)
+    monkeypatch.setattr("engine.speculation.dormancy.ASLEEP_STEPS", 20)
+    with _ranks("mtp-gqa") as ranks:
+        num_launched = itertools.count()
+        launch = ranks.executor.launch
+
+        def counting_launch(step: Any) -> Any:
+            if step.is_draft:
+                next(num_launched)
+            return launch(step)
+
+        monkeypatch.setattr(ranks.executor, "launch", counting_launch)
+        drafter: Any = ranks.drafts[0].make_drafter(ranks.executor)
+        checked = CheckedDrafter(drafter, lone["mtp-gqa"])
+        policy = _Switch()
+        core, out = _core(ranks, checked, policy)
+        core.round([add("r", list(range(1, 10)), 50)])
+        while not core.speculator._dormancy.is_asleep:
+            core.round([])
+        before = next(num_launched)
+        policy.is_on = True
+        for _ in range(10):
+            core.round([])
+        assert next(num_launched) == before + 1
+        assert core.speculator._dormancy.is_asleep and not checked.num_proposed
+        run_until_idle(core)
+    assert checked.num_proposed and not checked.failures, checked.failures[0]
+    # It sees two full blocks of the prompt, and what it has followed since it woke.
+    num_outputs = len(out.tokens("r"))
+    assert num_outputs == 50 and 0 < min(checked.num_skipped) < num_outputs
+
+
 @pytest.mark.parametrize("kind", ["mtp-mla", "eagle3-gqa"])
 def test_pulled_prompts_are_continued_with_proposals(lone, kind) -> None:
     """The prefill server has no drafter, so the drafter sees tokens of the answer."""
@@ -336,3 +389,91 @@ def test_pulled_prompts_are_continued_with_proposals(lone, kind) -> None:
     assert not checked.failures, checked.failures[0]
     # The blocks of the first 60 tokens are shared by the choices.
     assert set(checked.num_skipped) == {60, 61}
+
+
+def _checked_drafter(engine: RealEngine, lone: LoneDrafter) -> CheckedDrafter:
+    """Let an engine use its drafter, and check each proposal."""
+    assert engine.draft is not None
+    drafter: Any = engine.draft.make_drafter(engine.executor)
+    checked = CheckedDrafter(drafter, lone)
+    engine.use_drafter(checked)
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("kind", "p_block_size", "options"),
+    [
+        ("mtp-gqa", 8, {}),
+        ("mtp-mla", 2, {"launch_bytes": 1 << 20}),
+        ("eagle3-gqa", 4, {"order": "LBCNHD", "p_order": "BLCHND"}),
+    ],
+    ids=["large blocks", "mapped", "other orders"],
+)
+def test_drafter_sees_the_draft_kv_of_a_prefill_server_with_the_same_drafter(
+    lone, kind, p_block_size, options
+) -> None:
+    """Draft KV that was not pulled would be NaN here."""
+    prompt = [3 * index % 101 for index in range(61)]
+    folder, speculate = engine_options(kind, 3)
+    with RealPair(
+        folder,
+        p_block_size=p_block_size,
+        block_size=4,
+        speculate=speculate,
+        p_speculate=speculate,
+        **options,
+    ) as pair:
+        _checked_drafter(pair.p, lone[kind])
+        checked = _checked_drafter(pair.d, lone[kind])
+        out = pair.prefill_and_decode(add("first", prompt, 24))
+        assert sum(end.accepted_tokens for end in out.terminals("first")) > 3
+        # P drafts full blocks only, and the drafter reads the token after each one.
+        num_drafted = (len(prompt) - 1) // p_block_size * p_block_size
+        assert set(checked.num_skipped) == {61 - num_drafted // 4 * 4}
+        # D lends the blocks of the prompt with their draft KV, too.
+        checked.num_skipped.clear()
+        pair.decode_only(add("second", [*prompt[:42], 7, 8, 9], 20))
+    assert checked.num_skipped and max(checked.num_skipped) <= 4
+    assert not checked.failures, checked.failures[0]
+
+
+def test_offered_prompt_brings_draft_kv_piece_by_piece(lone) -> None:
+    folder, speculate = engine_options("mtp-gqa", 3)
+    with RealPair(
+        folder,
+        block_size=4,
+        speculate=speculate,
+        p_speculate=speculate,
+        p_max_num_batched_tokens=16,
+    ) as pair:
+        _checked_drafter(pair.p, lone["mtp-gqa"])
+        checked = _checked_drafter(pair.d, lone["mtp-gqa"])
+        prompt = [5 * index % 97 for index in range(64)]
+        _, name = pair.submit_to_both(prompt, 24)
+        pair.answer(name)
+    assert checked.num_proposed and not checked.failures
+    assert max(checked.num_skipped) <= 4
+
+
+def test_no_draft_kv_comes_from_a_server_with_another_drafter(
+    lone, monkeypatch
+) -> None:
+    """The other drafter has a layer of the same shape."""
+    numbers = itertools.count()
+
+    def other_draft_kv(runner: DraftRunner) -> DraftKV | None:
+        described = draft_kv(runner)
+        assert described is not None
+        return replace(described, fingerprint=f"drafter {next(numbers)}")
+
+    monkeypatch.setattr(load_draft, "draft_kv", other_draft_kv)
+    folder, speculate = engine_options("mtp-gqa", 3)
+    prompt = [3 * index % 101 for index in range(61)]
+    with RealPair(
+        folder, block_size=4, speculate=speculate, p_speculate=speculate
+    ) as pair:
+        _checked_drafter(pair.p, lone["mtp-gqa"])
+        checked = _checked_drafter(pair.d, lone["mtp-gqa"])
+        pair.prefill_and_decode(add("r", prompt, 24))
+    assert checked.num_proposed and not checked.failures
+    assert min(checked.num_skipped) == 61

@@ -33,16 +33,15 @@ PROPERTY = examples(500, suppress_health_check=list(HealthCheck))
 def place_runs(
     copy: BlockCopy,
     source: torch.Tensor,
-    pool: torch.Tensor,
+    target: torch.Tensor,
     scale_factors: ScaleFactors,
 ) -> None:
     """Does what a GPU would do: contiguous runs as copy engines copy them, all other
     copies as the kernel does.
     """
     if not run_bytes_of(copy, scale_factors):
-        place_units(copy, source, pool, scale_factors)
+        place_units(copy, source, target, scale_factors)
         return
-    target = pool.view(-1).view(torch.uint8)
     for read, write in zip(copy.sources, copy.targets, strict=True):
         target[write : write + copy.piece_bytes] = source[
             read : read + copy.piece_bytes
@@ -55,14 +54,13 @@ def place_all(case: Case, d_rank: int, chunk_bytes: int, place_copy: Any) -> np.
     """
     target = garbage(case, case.d, d_rank)
     transfer = case.transfer(d_rank)
-    pool = torch.from_numpy(target).view(case.layout(case.d, d_rank).shape)
+    memory = torch.from_numpy(target).view(torch.uint8)
     memories = [
         memory_of(case, case.p, rank).view(np.uint8) for rank in range(case.p.tp)
     ]
     for copy in split_into_launches(transfer.copies(), chunk_bytes):
-        place_copy(
-            copy, torch.from_numpy(memories[copy.owner]), pool, transfer.scale_factors
-        )
+        source = torch.from_numpy(memories[copy.owner])
+        place_copy(copy, source, memory, transfer.scale_factors)
     return target
 
 

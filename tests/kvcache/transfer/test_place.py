@@ -61,7 +61,8 @@ def assert_placed(
     pool = torch.zeros(d.layout.shape, dtype=getattr(torch, d.layout.dtype))
     transfer = transfer_of(p, d, 16, [2, 0], convert)
     for copy in transfer.copies():
-        place(copy, source, pool, transfer.scale_factors)
+        memory = pool.view(-1).view(torch.uint8)
+        place(copy, source, memory, transfer.scale_factors)
     expected = values.to(pool.dtype).reshape(2, 8, 2, 2, 2, 4)
     assert torch.equal(
         canonical(pool, d)[[2, 0]].view(torch.uint8), expected.view(torch.uint8)

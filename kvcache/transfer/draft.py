@@ -1,0 +1,77 @@
+"""The KV of a drafter, which is pulled with the KV of the engine's model.
+
+A drafter has a pool of its own, behind the engine's pool in the same allocation. A
+token's draft KV is in the block and slot of its other KV. So a pull needs no further
+lease and no further block table: it is one more transfer, with other endpoints.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.layout import KVLayout
+from kvcache.pool import KVPool
+from kvcache.transfer.plan.endpoint import Endpoint, PlanError
+from kvcache.transfer.plan.plan import Planner
+from protocol.handshake import (
+    DraftKV,
+    DraftPool,
+    EngineMetadata,
+    shares_draft_kv,
+)
+from protocol.process.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftRank:
+    """A drafter's KV on one rank of D.
+
+    Attributes:
+        kv: what peers must have, too.
+        endpoint: the geometry of the drafter's pool.
+    """
+
+    kv: DraftKV
+    endpoint: Endpoint
+
+    @classmethod
+    def make(
+        cls, kv: DraftKV, layout: KVLayout, pool: KVPool, rank: int, tp: int
+    ) -> "DraftRank":
+        """Describes a drafter's pool behind an engine's pool."""
+        return cls(kv, Endpoint(layout, rank, tp, base=pool.extra_offset))
+
+    @property
+    def pool(self) -> DraftPool:
+        """The description of the pool for peers."""
+        return DraftPool(layout=self.endpoint.layout, base=self.endpoint.base)
+
+
+def draft_planner(
+    local: DraftRank | None, metadata: EngineMetadata, staging_bytes: int | None
+) -> Planner | None:
+    """Plans the pulls of draft KV from a peer; None if it cannot be pulled.
+
+    Args:
+        staging_bytes: as in Planner.
+    """
+    if local is None or not shares_draft_kv(local.kv, metadata):
+        return None
+    remote = _draft_endpoints(metadata)
+    heads = local.kv.total_kv_heads
+    try:
+        return Planner(local.endpoint, remote, heads, staging_bytes=staging_bytes)
+    except PlanError as error:
+        logger.info("no draft KV can be pulled from %s: %s", metadata.engine_id, error)
+        return None
+
+
+def _draft_endpoints(metadata: EngineMetadata) -> Sequence[Endpoint]:
+    pools = [record.draft for record in metadata.ranks if record.draft is not None]
+    return [
+        Endpoint(
+            KVLayout.from_record(pool.layout), rank, metadata.tp_size, base=pool.base
+        )
+        for rank, pool in enumerate(pools)
+    ]

@@ -42,9 +42,8 @@ def test_drafter_has_one_layer_and_the_positions_of_the_model() -> None:
     assert draft.config.kv_dtype == "float32"
 
 
-@pytest.mark.parametrize("speculate", ["mtp", "eagle3:no/such/folder:4"])
-def test_prefill_server_needs_no_drafter(speculate) -> None:
-    assert _request(ensure_model("gqa"), speculate, role="prefill") is None
+def test_prefill_server_has_the_drafter_too() -> None:
+    assert _request(ensure_drafter("mtp-gqa"), "mtp", role="prefill") is not None
 
 
 def test_other_drafters_read_no_states() -> None:

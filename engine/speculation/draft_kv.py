@@ -133,14 +133,19 @@ class DraftedBlocks:
     def num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
         """How many of these tokens have draft KV, from the first one on, in full
         blocks of a table."""
-        num_blocks = 0
-        for block, expected in zip(
-            self._blocks_in(table), self._hashes_of(token_ids), strict=False
-        ):
+        blocks = self._blocks_in(table)
+        return len(self._matching_hashes(token_ids, blocks)) * self._block_size
+
+    def _matching_hashes(
+        self, token_ids: Sequenceable[int], blocks: Sequenceable[int]
+    ) -> list[int]:
+        """The hashes of the first blocks that are filled with these tokens."""
+        hashes = []
+        for block, expected in zip(blocks, self._hashes_of(token_ids), strict=False):
             if self._hashes.get(block) != expected:
                 break
-            num_blocks += 1
-        return num_blocks * self._block_size
+            hashes.append(expected)
+        return hashes
 
     def begin_pull(self, table: list[int], start: int) -> None:
         """Must be called before draft KV is pulled to the blocks of a table, from token

@@ -208,8 +208,7 @@ class Speculator:
 
     def num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
         """How many of these tokens, from the first one on, have draft KV in the blocks
-        of an engine's block table. Tokens of the last, incomplete block do not count.
-        """
+        of an engine's block table."""
         for drafter in self._drafters:
             if isinstance(drafter, KVDrafter):
                 return drafter.drafted_blocks.num_drafted(token_ids, table)

@@ -145,5 +145,7 @@ class CheckedDrafter:
         states = self._drafter._stored[sequence]
         size = self._drafter._block_size
         blocks = [range(size * index, size * (index + 1)) for index in states.context]
-        drafted = range(states.drafted_from, len(sequence.token_ids) - 1)
-        return [position for positions in (*blocks, drafted) for position in positions]
+        first = states.drafted_from // size * size
+        blocks.append(range(first, first + states.num_beginning))
+        blocks.append(range(states.drafted_from, len(sequence.token_ids) - 1))
+        return [position for positions in blocks for position in positions]

@@ -15,14 +15,74 @@ from collections.abc import Sequence as Sequenceable
 
 from engine.core.sequence import Sequence
 from engine.speculation.draft_kv import DraftedBlocks
+from kvcache.groups import KVGroups
 
 
 class StateBlocks(DraftedBlocks):
-    """The tokens with whose draft KV blocks were filled.
+    """The tokens with whose draft KV blocks were filled, and the first tokens of blocks
+    in which a prompt ends.
 
     Methods take the hashes of a sequence: element i is the hash of the tokens up to the
     end of its block i.
     """
+
+    def __init__(self, block_size: int, groups: KVGroups) -> None:
+        super().__init__(block_size, groups)
+        # For each block in which a prompt ends, a hash of its first tokens with draft
+        # KV and of all tokens before them, and their number.
+        self._beginnings: dict[int, tuple[int, int]] = {}
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        super().forget(blocks)
+        for block in blocks:
+            self._beginnings.pop(block, None)
+
+    def num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
+        blocks = self._blocks_in(table)
+        hashes = self._matching_hashes(token_ids, blocks)
+        num_full = len(hashes) * self._block_size
+        return num_full + self.num_at_beginning(token_ids, blocks, hashes)
+
+    def finish_pull(
+        self, token_ids: Sequenceable[int], table: list[int], start: int, stop: int
+    ) -> None:
+        super().finish_pull(token_ids, table, start, stop)
+        first = stop // self._block_size * self._block_size
+        if start <= first:
+            hashes = list(self._hashes_of(token_ids[:first]))
+            self.record_beginning(token_ids[:stop], self._blocks_in(table), hashes)
+
+    def record_beginning(
+        self,
+        token_ids: Sequenceable[int],
+        blocks: Sequenceable[int],
+        hashes: Sequenceable[int],
+    ) -> None:
+        """Records that the tokens after the last full block have draft KV."""
+        size = self._block_size
+        index = len(token_ids) // size
+        tokens = token_ids[index * size :]
+        if tokens and index < len(blocks):
+            hashed = hash((hashes[index - 1] if index else 0, *tokens))
+            self._beginnings[blocks[index]] = (hashed, len(tokens))
+
+    def num_at_beginning(
+        self,
+        token_ids: Sequenceable[int],
+        blocks: Sequenceable[int],
+        hashes: Sequenceable[int],
+    ) -> int:
+        """How many tokens have draft KV at the beginning of the block after those of
+        `hashes`."""
+        index = len(hashes)
+        if index >= len(blocks):
+            return 0
+        expected, count = self._beginnings.get(blocks[index], (0, 0))
+        start = index * self._block_size
+        tokens = token_ids[start : start + count]
+        hashed = hash((hashes[-1] if hashes else 0, *tokens))
+        return count if len(tokens) == count and hashed == expected else 0
 
     def add_hashes(
         self, hashes: list[int], sequence: Sequence, num_blocks: int

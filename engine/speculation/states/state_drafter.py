@@ -20,9 +20,9 @@ those of a draft model are (model_drafter.py), and KV is where that of a draft m
 Some states never exist on this server: those of tokens whose KV was pulled, or that the
 prefix cache had. Of these tokens, the drafter sees those whose blocks have draft KV of
 the same tokens (state_blocks.py). Its block table leaves out the other blocks. If the
-first state is in the middle of a block, its position takes the first slot of this
-block. No other sequence uses the slot, because the engine's model has yet to write to
-the block. Positions for rotary embeddings are always those of the tokens.
+first state is in the middle of a block, its position takes the first slot of the block
+without draft KV. No other sequence uses this slot, because the engine's model has yet
+to write to the block. Positions for rotary embeddings are always those of the tokens.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,9 @@ class _StoredStates:
 
     Attributes:
         first_slot: the first slot of the sequence.
-        context: the indices of the blocks before `drafted_from` that have draft KV.
+        context: the indices of full blocks before `drafted_from` that have draft KV.
+        num_beginning: how many tokens have draft KV at the beginning of the block of
+            `drafted_from`, before it.
         drafted_from: the position from which on all positions have draft KV, up to
             `Sequence.num_drafted`.
         hashes: see StateBlocks.
@@ -81,6 +83,7 @@ class _StoredStates:
 
     first_slot: int
     context: list[int] = field(default_factory=list)
+    num_beginning: int = 0
     drafted_from: int = 0
     start: int = -1
     stop: int = -1
@@ -180,7 +183,7 @@ class StateDrafter:
             # A sequence may have ended since the step was prepared.
             is_running = planned.item.sequence.phase is Phase.RUNNING
             if planned.computed and is_running:
-                self._record(planned.item.sequence, planned.computed)
+                self._record(planned.item.sequence, planned.computed, ends_prompt=True)
         self._planned = []
         self._kv_step = None
         return launched
@@ -241,6 +244,14 @@ class StateDrafter:
         self._blocks.add_hashes(states.hashes, sequence, num_full)
         blocks = self._blocks.blocks_of(sequence)[:num_full]
         states.context = self._blocks.filled(blocks, states.hashes)
+        states.num_beginning = min(
+            start % self._block_size,
+            self._blocks.num_at_beginning(
+                sequence.token_ids,
+                self._blocks.blocks_of(sequence),
+                states.hashes[:num_full],
+            ),
+        )
         states.drafted_from = start
         states.start = start
         states.stop = start
@@ -355,7 +366,8 @@ class StateDrafter:
         blocks = self._blocks.blocks_of(sequence)
         context = [blocks[index] for index in states.context]
         new_blocks = blocks[states.drafted_from // self._block_size :]
-        num_skipped = states.drafted_from - len(context) * self._block_size
+        num_before = len(context) * self._block_size + states.num_beginning
+        num_skipped = states.drafted_from - num_before
         return DraftRows(
             sequence,
             blocks=context + new_blocks,
@@ -369,8 +381,14 @@ class StateDrafter:
         first = (stream.start - stream.num_skipped) // self._block_size
         return stream.blocks[first : -(-stream.num_written // self._block_size)]
 
-    def _record(self, sequence: Sequence, computed: range) -> None:
-        """Records that positions have draft KV."""
+    def _record(
+        self, sequence: Sequence, computed: range, *, ends_prompt: bool = False
+    ) -> None:
+        """Records that positions have draft KV.
+
+        Args:
+            ends_prompt: also record those in the last block, which is not full.
+        """
         sequence.num_drafted = max(sequence.num_drafted, computed.stop)
         states = self._stored[sequence]
         if states.drafted_from % self._block_size:
@@ -382,6 +400,12 @@ class StateDrafter:
             states.hashes,
             range(computed.start // self._block_size, num_full),
         )
+        if ends_prompt:
+            self._blocks.record_beginning(
+                sequence.token_ids[: sequence.num_drafted],
+                self._blocks.blocks_of(sequence),
+                states.hashes,
+            )
 
 
 def _missing_rows(item: Scheduled) -> range:

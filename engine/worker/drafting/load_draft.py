@@ -54,14 +54,16 @@ def draft_kv(draft: DraftRunner) -> DraftKV | None:
     if config.dcp > 1:
         return None
     kind = config.speculation.kind
-    # The files of an MTP layer are those of the model, which peers compare anyway.
-    load_format = "dummy" if kind == "mtp" else config.load_format
-    digest = fingerprint(
-        draft.model_config,
-        config.model_dir,
-        load_format=load_format,
-        seed=config.seed,
-    )
+    if kind == "mtp":
+        # Peers compare the weights anyway, because they are those of the model.
+        digest = fingerprint(draft.model_config, "", load_format="dummy")
+    else:
+        digest = fingerprint(
+            draft.model_config,
+            config.model_dir,
+            load_format=config.load_format,
+            seed=config.seed,
+        )
     names = (kind, draft.device.type, draft.layout(1).dtype, digest)
     return DraftKV(
         fingerprint="-".join(names), total_kv_heads=draft.model_config.kv_heads_total

@@ -308,6 +308,8 @@ class EngineCore(CoreServices):
     def flush(self) -> None:
         outputs = self._output.take()
         if outputs is not None:
+            if not self.sequences:
+                self._report_stats()  # so that metrics include answers that were sent
             self.transport.send(outputs)
 
     def commit(self, step: InFlightStep, output: StepOutput) -> None:
@@ -483,7 +485,7 @@ class EngineCore(CoreServices):
     # -- statistics ---------------------------------------------------------------
 
     def _report_stats(self) -> None:
-        if values := self._stats.take_due_report(self.stats, is_idle=self.is_idle):
+        if values := self._stats.take_due_report(self.stats, len(self.sequences)):
             host_tier = self.connector.host_tier_report()
             self.transport.send(EngineStats(values, host_tier))
 

@@ -81,22 +81,24 @@ class CoreStats:
         }
 
     def take_due_report(
-        self, collect: Callable[[], dict[str, float]], *, is_idle: bool
+        self, collect: Callable[[], dict[str, float]], num_requests: int
     ) -> dict[str, float] | None:
         """Returns the values to report now, or None if no report is due.
 
-        An idle engine reports changes immediately. An engine with requests reports
-        changes once per _REPORT_INTERVAL_S, and unchanged values MAX_SILENCE_S later.
+        An engine without requests reports changes immediately. An engine with requests
+        reports changes once per _REPORT_INTERVAL_S, and unchanged values MAX_SILENCE_S
+        later.
 
         Args:
             collect: returns the current values.
+            num_requests: the number of requests that have not ended.
         """
         now_s = time.monotonic()
-        if not is_idle and now_s < self._due_s:
+        if num_requests and now_s < self._due_s:
             return None
         values = collect()
         if values == self._reported:
-            if is_idle or now_s < self._due_s + MAX_SILENCE_S:
+            if not num_requests or now_s < self._due_s + MAX_SILENCE_S:
                 return None
         self._reported = values
         self._due_s = now_s + _REPORT_INTERVAL_S

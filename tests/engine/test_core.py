@@ -12,7 +12,13 @@ from engine.core.scheduler import Plan
 from engine.core.sequence import Phase, Sequence
 from engine.core.waiting import MAX_OVERTAKEN
 from kvcache.groups import ONE_GROUP, KVGroups
-from protocol.messages import AbortRequest, EngineInput, KVUsage, ResumedChoice
+from protocol.messages import (
+    AbortRequest,
+    EngineInput,
+    EngineOutput,
+    KVUsage,
+    ResumedChoice,
+)
 from tests.rigs.shadow import (
     MemoryTransport,
     add,
@@ -30,6 +36,31 @@ def test_engine_reports_its_capacity_before_the_first_request(depth):
     core, _, out = make_core(depth=depth, num_blocks=32)
     core.run()  # returns immediately, because the transport is closed
     assert out.stats["baton_kv_blocks_capacity"] == 31
+
+
+class _StatsAtEnd(MemoryTransport):
+    """Keeps the stats that were sent before the end of a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats_at_end: dict[str, float] = {}
+
+    def send(self, message: EngineOutput) -> None:
+        super().send(message)
+        if not self.stats_at_end and self.terminals("a"):
+            self.stats_at_end = self.stats
+
+
+def test_metrics_read_after_the_last_answer_include_that_answer(depth):
+    core, _, _ = make_core(depth=depth)
+    transport = _StatsAtEnd()
+    core.transport = transport
+    core.run()  # reports, so the next report is not due soon
+    run_until_idle(core, add("a", PROMPT, 4))
+    stats = transport.stats_at_end
+    assert stats["baton_prefix_cache_query_tokens"] == len(PROMPT)
+    assert stats["baton_engine_steps"] >= 4
+    assert stats["baton_requests_running"] == 0
 
 
 class _IdleTransport(MemoryTransport):

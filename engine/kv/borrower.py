@@ -20,6 +20,7 @@ from engine.core.connector import CoreServices, KVConnector
 from engine.core.sequence import Phase, Sequence
 from engine.core.state.prompt_pull import PromptPull
 from engine.kv.borrower_counters import BorrowerCounters
+from engine.kv.draft_pulls import DraftPulls
 from engine.kv.prefix_lookups import PrefixLookups
 from engine.kv.rates import Rates
 from engine.kv.stalls import DeadlockTimer, QuarantineTimer, pulls_without_capacity
@@ -96,11 +97,13 @@ class Borrower(KVConnector):
         self._lookups = PrefixLookups(
             coordinator, rates, self._counters, engine_id, get_region
         )
+        self._draft_pulls = DraftPulls(coordinator, rates)
         self.on_promoted: Callable[[Sequence, int], None] = lambda *_: None
 
     def bind(self, core: CoreServices) -> None:
         super().bind(core)
         self._lookups.bind(core)
+        self._draft_pulls.bind(core)
 
     # -- requests -----------------------------------------------------------------
 
@@ -194,8 +197,7 @@ class Borrower(KVConnector):
             scheduler.finish_pull(sequence)
             return
         num_blocks = -(-stop // scheduler.limits.block_size)
-        if self._coordinator.shares_draft_kv(sequence.pull.remote):
-            self.core.speculator.begin_pull(sequence.block_ids, start)
+        self._draft_pulls.begin(sequence, start)
         self._coordinator.pull(
             sequence.pull.pull_id,
             sequence.pull.remote,
@@ -203,6 +205,7 @@ class Borrower(KVConnector):
             stop,
             scheduler.tables.first_blocks(sequence, num_blocks),
             reach=scheduler.tables.resume_limit(sequence, stop),
+            has_draft_kv=sequence.pull.has_draft_kv,
         )
 
     def on_finish(self, sequence: Sequence) -> None:
@@ -372,20 +375,8 @@ class Borrower(KVConnector):
         if times.admitted is not None:  # the pull began at the admission
             times.pulled = times.admitted + event.seconds
             times.read = times.pulled - event.fence_s
-        self._record_draft_kv(sequence)
+        self._draft_pulls.finish(sequence)
         self.core.scheduler.finish_pull(sequence, is_converted=event.is_converted)
-
-    def _record_draft_kv(self, sequence: Sequence) -> None:
-        """Records which of the pulled blocks have draft KV, too."""
-        pull = sequence.pull
-        if pull is None or not self._coordinator.shares_draft_kv(pull.remote):
-            return
-        stop = min(
-            pull.remote.drafted_tokens, pull.num_to_pull(len(sequence.token_ids))
-        )
-        self.core.speculator.finish_pull(
-            sequence.token_ids, sequence.block_ids, sequence.num_computed, stop
-        )
 
     def _source_of(self, sequence: Sequence) -> str:
         """The label `source` of baton_kv_pulled_tokens for a sequence with a pull."""

@@ -49,6 +49,7 @@ class Rates:
         mode: "auto" decides by the measurements; "always" and "never" ignore them.
         bytes_per_token: bytes of a token's KV, summed over all ranks.
         default_bytes_per_s: assumed speed of a link without recent measurements.
+        draft_bytes_per_token: as `bytes_per_token`, of the KV of a drafter.
 
     Attributes:
         seconds_per_token: time to compute a prompt token here; 0 until measured.
@@ -60,11 +61,13 @@ class Rates:
         bytes_per_token: int,
         default_bytes_per_s: float,
         clock: Callable[[], float] = time.monotonic,
+        draft_bytes_per_token: int = 0,
     ) -> None:
         self._mode = mode
         self._bytes_per_token = bytes_per_token
         self._default_bytes_per_s = default_bytes_per_s
         self._clock = clock
+        self._draft_bytes_per_token = draft_bytes_per_token
         self.seconds_per_token = 0.0
         self._links: OrderedDict[PeerKey, _Link] = OrderedDict()
 
@@ -99,6 +102,16 @@ class Rates:
             return None
         link = self._link(peer)
         return PullCost(link.latency_s, self._bytes_per_token / link.bytes_per_s)
+
+    def is_draft_pull_quicker(self, peer: PeerKey, catch_up_token_s: float) -> bool:
+        """Whether pulling a token's draft KV from `peer`, together with its other KV,
+        takes less time than computing it here. True if nothing is measured yet.
+
+        Args:
+            catch_up_token_s: as in KVDrafter.
+        """
+        pull_s = self._draft_bytes_per_token / self._link(peer).bytes_per_s
+        return not catch_up_token_s or pull_s < catch_up_token_s
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
         """Records how long this engine took to compute `num_tokens` prompt tokens,

@@ -21,18 +21,21 @@ class CatchUpBudget:
 
     Attributes:
         num_tokens: how many tokens the next round may compute.
+        token_s: seconds that a token took in the last large step; 0 until measured.
     """
 
     def __init__(self, max_seconds: float, max_tokens: int) -> None:
         self._max_seconds = max_seconds
         self._max_tokens = max_tokens
         self.num_tokens = min(_FIRST_TOKENS, max_tokens)
+        self.token_s = 0.0
 
     def record(self, num_tokens: int, seconds: float) -> None:
         """Records the duration of a step with `num_tokens` tokens. A small step that
         takes little time does not show how long a large one takes."""
         if num_tokens < self.num_tokens // 2 and seconds <= self._max_seconds:
             return
+        self.token_s = seconds / num_tokens
         in_time = int(num_tokens * self._max_seconds / max(seconds, 1e-9))
         limit = min(in_time, _MAX_GROWTH * self.num_tokens)
         self.num_tokens = min(max(limit, _MIN_TOKENS), self._max_tokens)

@@ -72,6 +72,10 @@ class KVDrafter(Drafter, Protocol):
 
     Attributes:
         drafted_blocks: which blocks have draft KV, and of which tokens.
+        catch_up_token_s: seconds in which this engine computes the draft KV of a token
+            that has only KV of the engine's model, for example of a pulled prompt; 0
+            until measured, infinity if that is impossible.
     """
 
     drafted_blocks: DraftedBlocks
+    catch_up_token_s: float

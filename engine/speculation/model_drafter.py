@@ -80,11 +80,15 @@ class ModelDrafter:
         # The most tokens without draft KV of a sequence that took part in the last
         # round: the token that ended its run, its proposals, and the token before them.
         self._max_usual = limits.max_proposals + 2
-        self._drafted = DraftedBlocks(self._block_size, limits.groups)
+        self.drafted_blocks = DraftedBlocks(self._block_size, limits.groups)
         self._budget = CatchUpBudget(limits.max_catch_up_s, limits.max_step_tokens)
         # For each sequence of the last round, the number of its tokens, and the
         # proposals after them that have draft KV in its blocks.
         self._speculated: dict[Sequence, tuple[int, list[int]]] = {}
+
+    @property
+    def catch_up_token_s(self) -> float:
+        return self._budget.token_s
 
     def propose(
         self, sequences: Sequenceable[Sequence], limits: Sequenceable[int]
@@ -103,9 +107,9 @@ class ModelDrafter:
 
     def _make_stream(self, sequence: Sequence, limit: int) -> DraftStream:
         num_tokens = len(sequence.token_ids)
-        blocks = self._drafted.blocks_of(sequence)
+        blocks = self.drafted_blocks.blocks_of(sequence)
         self._accept(sequence)
-        self._drafted.extend(sequence, blocks)
+        self.drafted_blocks.extend(sequence, blocks)
         max_limit = min(
             self._limits.max_proposals, self._limits.max_len - num_tokens + 1
         )
@@ -157,7 +161,7 @@ class ModelDrafter:
             num_left -= stream.num_tokens
             if is_behind:
                 num_catch_up -= stream.num_tokens
-        self._drafted.forget(written)
+        self.drafted_blocks.forget(written)
         return sorted(planned, key=lambda stream: stream.num_tokens)
 
     def _needs_scratch(self, stream: DraftStream) -> bool:
@@ -214,7 +218,7 @@ class ModelDrafter:
         num_in_blocks = len(stream.blocks) * self._block_size
         computed = min(stream.start + stream.num_tokens, num_in_blocks)
         sequence.num_drafted = max(sequence.num_drafted, computed)
-        self._drafted.record(sequence, stream.blocks)
+        self.drafted_blocks.record(sequence, stream.blocks)
         num_tokens = len(sequence.token_ids)
         if sequence.num_drafted == num_tokens:
             # The last proposal was drawn, but not computed.

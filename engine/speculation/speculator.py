@@ -10,6 +10,7 @@ are launched ahead as usual.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence as Sequenceable
 
@@ -213,6 +214,14 @@ class Speculator:
             if isinstance(drafter, KVDrafter):
                 return drafter.drafted_blocks.num_drafted(token_ids, table)
         return 0
+
+    @property
+    def catch_up_token_s(self) -> float:
+        """As in KVDrafter; infinity without such a drafter."""
+        for drafter in self._drafters:
+            if isinstance(drafter, KVDrafter):
+                return drafter.catch_up_token_s
+        return math.inf
 
     def begin_pull(self, table: list[int], start: int) -> None:
         """Must be called before draft KV of other tokens may be written to the blocks

@@ -75,6 +75,7 @@ class KVService:
     ) -> None:
         self._config = config
         self._pool = pool
+        self._draft = draft
         self._costs = CostModel.configured(config.transfer_costs, pool.device.type)
         placer = _make_placer(config, pool, draft, is_busy)
         local = LocalRank(
@@ -150,13 +151,19 @@ class KVService:
         num_full_groups = self._pool.groups.windows.count(None) or 1
         group_bytes = layout.block_bytes * num_full_groups
         bytes_per_token = group_bytes * config.tp // config.tokens_per_block
+        draft_bytes = self._draft.endpoint.layout.token_bytes if self._draft else 0
         return connector_of(
             config,
             metadata.compat,
             layout,
             self._coordinator,
             leases,
-            Rates(config.borrow_prefixes, bytes_per_token, costs.bytes_per_s),
+            Rates(
+                config.borrow_prefixes,
+                bytes_per_token,
+                costs.bytes_per_s,
+                draft_bytes_per_token=draft_bytes * config.tp,
+            ),
             max_model_len,
         )
 

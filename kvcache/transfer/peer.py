@@ -101,7 +101,7 @@ class Peer:
 
     def transfers(self, pull: Pull) -> list[Transfer]:
         """Makes the pull's transfers: one for each group of layers, and one for draft
-        KV if the peer has the same drafter. See `_transfers_with_planners`."""
+        KV if the pull has any. See `_transfers_with_planners`."""
         return [transfer for _, transfer in self._transfers_with_planners(pull)]
 
     def _transfers_with_planners(self, pull: Pull) -> list[tuple[Planner, Transfer]]:
@@ -119,7 +119,7 @@ class Peer:
         transfers = []
         with _as_incompatible():
             planners = [(self._get_planner(), group) for group in range(groups.count)]
-            if self._draft_planner is not None:
+            if self._draft_planner is not None and pull.has_draft_kv:
                 # Draft KV is in the blocks of a group that keeps those of all tokens.
                 planners.append((self._draft_planner, groups.windows.index(None)))
             for planner, group in planners:

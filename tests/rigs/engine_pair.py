@@ -14,7 +14,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from protocol import kv_params
-from protocol.messages import AbortRequest, AddRequest, SamplingParams, TokenDelta
+from protocol.messages import (
+    AbortRequest,
+    AddRequest,
+    RemotePrefill,
+    SamplingParams,
+    TokenDelta,
+)
 from tests.ports import reserved_ports
 from tests.rigs.engines import SECRET, Engine, Group, _names
 from tests.rigs.memory_pair import run_round
@@ -217,6 +223,10 @@ class RealPair(Pair):
         """Run a request on P, then on D with P's reference. Return the messages of D's
         core.
         """
+        return self.decode_only(replace(request, remote=self.reference(request)))
+
+    def reference(self, request: AddRequest) -> RemotePrefill:
+        """Run the prompt of a request on P. Return the reference to its KV."""
         name = f"p{next(_names)}"
         self.p.core.round(
             [replace(request, request_id=name, max_tokens=1, retain_kv=True)]
@@ -227,9 +237,7 @@ class RealPair(Pair):
         params.verify(SECRET)
         digest = kv_params.sampling_digest(request.sampling, request.stop_token_ids)
         assert params.sampling_digest == digest
-        return self.decode_only(
-            replace(request, remote=kv_params.to_remote_prefill(params))
-        )
+        return kv_params.to_remote_prefill(params)
 
     def decode_only(self, request: AddRequest) -> MemoryTransport:
         out = MemoryTransport()

@@ -25,6 +25,7 @@ class PromptPull:
             `begin`, and no first tokens before `seal`.
         pull_id: names this pull in orders and events. Another pull of the same request
             has another name.
+        has_draft_kv: whether the pull that has begun also brings draft KV.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class PromptPull:
     ) -> None:
         self.remote = remote
         self.pull_id = pull_id
+        self.has_draft_kv = False
         self._num_prompt_tokens = len(request.token_ids)
         self._resumed_choices = request.resumed_choices or [ResumedChoice()]
 

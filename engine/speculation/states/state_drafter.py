@@ -25,6 +25,7 @@ without draft KV. No other sequence uses this slot, because the engine's model h
 to write to the block. Positions for rotary embeddings are always those of the tokens.
 """
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequenceable
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,8 @@ class StateDrafter:
     """
 
     uses_device = True
+    # The drafter reads states, which a pull does not bring.
+    catch_up_token_s = math.inf
 
     def __init__(
         self,

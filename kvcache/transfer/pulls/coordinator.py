@@ -197,15 +197,13 @@ class PullCoordinator:
         token_stop: int,
         local_block_ids: Sequence[int],
         reach: int = 0,
+        *,
+        has_draft_kv: bool = True,
     ) -> None:
         """Reads tokens [token_start, token_stop) into blocks of this engine.
 
-        Every rank reads its share. Like `hold`, this begins to renew the lease.
-
-        Args:
-            local_block_ids: this engine's blocks from token 0 of the sequence on. A
-                block holds (block_size x dcp) tokens.
-            reach: as in KVGroups.token_ranges.
+        Every rank reads its share. Like `hold`, this begins to renew the lease. For the
+        arguments see Pull.
         """
         order = Pull(
             pull_id=pull_id,
@@ -216,6 +214,7 @@ class PullCoordinator:
             local_block_ids=list(local_block_ids),
             remote_block_ids=remote.block_ids,
             reach=reach,
+            has_draft_kv=has_draft_kv,
         )
         self._call(lambda: self._do_pull(remote, order))
 

@@ -229,11 +229,13 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Coordinator to rank: read your share of tokens [token_start, token_stop).
 
     Attributes:
-        local_block_ids: blocks of this engine, from token 0 of the sequence on.
+        local_block_ids: blocks of this engine, from token 0 of the sequence on. A block
+            holds (block_size x dcp) tokens.
         remote_block_ids: blocks of the peer, from token 0 of the sequence on.
         reach: the smallest number of tokens after which the engine may continue the
             sequence, as in KVGroups.token_ranges.
         scope: the scope of the digest that RankEnded has to contain; None: no digest.
+        has_draft_kv: also read the KV of the drafter, if the peer has the same one.
     """
 
     pull_id: str
@@ -245,6 +247,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     remote_block_ids: list[int]
     reach: int = 0
     scope: Scope | None = None
+    has_draft_kv: bool = True
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):

@@ -155,6 +155,17 @@ def test_pull_threshold_follows_from_measured_pulls_and_prompts():
     assert never.min_pull_tokens(peer) == math.inf and never.pull_cost(peer) is None
 
 
+def test_draft_kv_is_pulled_unless_it_is_quicker_to_compute():
+    rates = Rates("never", 1000, 1e6, draft_bytes_per_token=500)  # 0.5 ms per token
+    peer = ("e", "i")
+    assert rates.is_draft_pull_quicker(peer, 0.0), "nothing has been measured yet"
+    assert rates.is_draft_pull_quicker(peer, 0.6e-3)
+    assert not rates.is_draft_pull_quicker(peer, 0.4e-3)
+    assert rates.is_draft_pull_quicker(peer, math.inf)
+    rates.record_pull(peer, 1 << 24, 1.0)
+    assert rates.is_draft_pull_quicker(peer, 0.4e-3)
+
+
 WRONG_HINTS = [
     {"engine_id": "another"},
     {"incarnation": "of an earlier start"},

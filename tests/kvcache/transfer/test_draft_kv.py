@@ -104,6 +104,18 @@ def test_draft_kv_of_another_drafter_is_not_pulled(rig, drafter):
     assert not decode.coordinator.shares_draft_kv(remote)
 
 
+def test_pull_may_leave_out_draft_kv(rig):
+    prefill = rig(Prefill, drafter=TWO_HEADS)
+    decode = rig(Decode, drafter=TWO_HEADS)
+    remote = prefill.lease([5, 2, 9], 20)
+    decode.coordinator.hold("a", remote)
+    decode.coordinator.pull("a", remote, 0, 20, [3, 1, 7], has_draft_kv=False)
+    done = decode.done("a")
+    assert done.nbytes == 20 * decode.layouts[0].token_bytes
+    assert_pulled(decode, remote, [3, 1, 7], 0, 20)
+    assert not draft_kv(decode, 2, [3, 1, 7], 0, 20).any()
+
+
 def test_engine_without_a_drafter_pulls_from_one_that_has_one(rig):
     prefill = rig(Prefill, drafter=TWO_HEADS)
     decode = rig(Decode)

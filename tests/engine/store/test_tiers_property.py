@@ -1,8 +1,9 @@
 """Random workloads on two engines and their store, under random faults.
 
 Blocks are evicted in both tiers, requests are aborted, READs hang and fail, engines and
-the store are killed. Each request nevertheless ends once, every token continues its own
-prompt, the store publishes no KV of other tokens, and all blocks are free in the end.
+the store are killed, and some engines speculate. Each request nevertheless ends once,
+every token continues its own prompt, the store publishes no KV of other tokens, and all
+blocks are free in the end.
 """
 
 import random
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from kvcache.groups import KVGroups
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol.messages import AbortRequest, ResumedChoice
+from tests.rigs.drafters import RandomDrafter, VerifyEverything
 from tests.rigs.engines import COMPAT, Engine, WindowedEngine
 from tests.rigs.shadow import VOCAB, expected_output, windowed_output
 from tests.rigs.stores import Store, TieredGroup
@@ -53,6 +55,7 @@ class TierChaos:
         self.requests: dict[str, tuple[Engine, list[int], int, int]] = {}
         self.aborted: set[str] = set()
         self.num_promoted = 0.0
+        self.num_accepted = 0  # proposals
 
     def clock(self) -> float:
         return self.now_s
@@ -73,6 +76,10 @@ class TierChaos:
         }
         if self.groups:
             return WindowedEngine(self.groups, **options)
+        if pick([False, True]):
+            # Rejected proposals have KV in blocks that are full later, and demoted.
+            drafter = RandomDrafter(0.7, random.Random(self.random.random()))
+            options |= {"drafters": [drafter], "policy": VerifyEverything()}
         return Engine(**options)
 
     def run(self, num_events: int) -> None:
@@ -181,6 +188,7 @@ class TierChaos:
         assert end.error is None or end.error.code == "overloaded", end
         tokens = engine.out.tokens(name)
         expected = self.expected(prompt, num_tokens)[num_resumed:]
+        self.num_accepted += end.accepted_tokens
         is_complete = end.error is None and name not in self.aborted
         assert tokens == (expected if is_complete else expected[: len(tokens)])
 
@@ -213,9 +221,10 @@ def test_faults_of_two_tiers_change_no_answer_and_leak_no_block(options):
 
 
 @pytest.mark.slow
-def test_random_workloads_do_promote_kv():
+def test_random_workloads_do_promote_kv_and_accept_proposals():
     """The workloads above would show nothing if no KV came from the store."""
     num_promoted = 0.0
+    num_accepted = 0
     for seed in range(6):
         chaos = TierChaos(seed)
         try:
@@ -223,4 +232,5 @@ def test_random_workloads_do_promote_kv():
         finally:
             chaos.close()
         num_promoted += chaos.num_promoted
-    assert num_promoted > 30
+        num_accepted += chaos.num_accepted
+    assert num_promoted > 30 and num_accepted > 5

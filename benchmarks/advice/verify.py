@@ -76,6 +76,11 @@ class Measured:
         return statistics.mean(self.goodputs)
 
     @property
+    def share(self) -> float:
+        """The mean share of the requests that were within the SLO."""
+        return statistics.mean(run.measured.share for run in self.runs)
+
+    @property
     def error(self) -> float | None:
         """The relative error of the predicted goodput; None: nothing met the SLO,
         although the prediction was that something would.

@@ -254,7 +254,7 @@ def test_step_that_overlaps_partly_is_slowed_down_partly():
 
 def prediction(name: str, prefills: int, goodput: float) -> Prediction:
     deployment = Deployment(name, prefills, 2, "auto", "auto", pulls=False)
-    return Prediction(deployment, goodput, 1.0, 0.1, 0.1, 0.01)
+    return Prediction(deployment, goodput, goodput / 4, 0.1, 0.1, 0.01)
 
 
 def test_simplest_deployment_is_recommended_unless_another_is_clearly_better():
@@ -311,6 +311,20 @@ def test_recommendation_is_right_if_it_won_or_tied():
     assert is_right([measured(1, 2.0, 0.9, 1.1), measured(0, 1.0, 1.0, 1.2)])
     # The simpler deployment is recommended, because the difference is negligible.
     assert not is_right([measured(1, 1.01, 1.0, 1.0), measured(0, 1.0, 0.9, 0.9)])
+
+
+def test_deployments_tie_if_as_many_requests_are_within_the_slo():
+    def with_share(prefills: int, predicted: float, actual: float, share: float):
+        result = measured(prefills, predicted, actual)
+        run = result.runs[0]
+        run = replace(run, measured=run.measured._replace(share=share))
+        return replace(result, runs=(run,))
+
+    chosen = with_share(0, 2.0, 1.0, 0.98)
+    assert is_right([chosen, with_share(1, 1.0, 1.1, 1.0)])
+    assert not is_right([chosen, with_share(1, 1.0, 1.1, 1.02)])
+    nothing = [with_share(0, 2.0, 0.0, 0.0), with_share(1, 1.0, 0.1, 0.1)]
+    assert not is_right(nothing)
 
 
 def test_summary_counts_ties_and_errors():

@@ -94,7 +94,9 @@ def _sum_parts(  # type: ignore[no-untyped-def]
 _sum_of_parts: Any = triton.jit(_sum_parts)
 
 
-def _store_part(at, counters, sums, exists, size, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_part(  # type: ignore[no-untyped-def]
+    at, counters, sums, exists, size, SPLIT: tl.constexpr
+):
     """Stores the partial sums of a program. Returns whether it is the last of those
     that share its columns."""
     tl.store(at + tl.program_id(1) * size, sums, mask=exists)

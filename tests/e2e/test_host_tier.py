@@ -278,7 +278,8 @@ def cluster(tiny_model: Path) -> Iterator[tuple[Program, str, dict[str, str]]]:
 
 
 def server_at(url: str) -> Server:
-    return Server("server", None, int(url.rpartition(":")[2]), {})  # type: ignore[arg-type]
+    child: Any = None
+    return Server("server", child, int(url.rpartition(":")[2]), {})
 
 
 def test_killed_decode_server_recomputes_only_the_tail_of_its_streams(cluster):

@@ -44,14 +44,14 @@ def allocate_pools(
 
 
 def draft_kv(draft: DraftRunner) -> DraftKV | None:
-    """What peers must have to read a draft model's KV; None if no peer can, because
-    ranks share the tokens of a sequence.
+    """What peers must have to read a draft model's KV; None if no peer can: with --dcp,
+    a block of the draft model has fewer tokens than a block of the engine.
 
-    A pull between a GPU and a CPU might cross a border of locked memory behind the
-    engine's pool, so the device counts.
+    The fingerprint contains the type of the device, because a pull between a GPU and a
+    CPU might cross a border of locked memory behind the engine's pool.
     """
     config = draft.config
-    if config.dcp > 1:
+    if draft.sizes(num_blocks=1).blocks_per_block > 1:
         return None
     kind = config.speculation.kind
     if kind == "mtp":

@@ -24,6 +24,7 @@ from engine.speculation.draft_model import (
     read_draft_model,
 )
 from engine.speculation.model_drafter import ModelDrafter
+from engine.worker.drafting.load_draft import draft_kv
 from engine.worker.memory import block_bytes
 from engine.worker.rank import measure_pool_size
 from engine.worker.runner import ModelRunner
@@ -294,3 +295,15 @@ def test_kv_of_the_draft_model_counts_in_the_size_of_the_pool() -> None:
         assert with_draft.num_blocks - 1 == (1 << 24) // (
             target_bytes + draft.bytes_per_block
         )
+
+
+@pytest.mark.parametrize(("dcp", "is_described"), [(1, True), (2, False)])
+def test_draft_kv_is_not_described_to_peers_if_ranks_share_the_tokens(
+    dcp, is_described
+) -> None:
+    """Block tables then count tokens of blocks that the draft model does not have."""
+    options = {"size": 2, "dcp": dcp, "block_size": 4}
+    target = ensure_model("mla")
+    with draft_ranks(target, ensure_model("gqa6"), **options) as ranks:
+        described = [draft_kv(draft) is not None for draft in ranks.drafts]
+    assert described == [is_described] * 2

@@ -103,8 +103,8 @@ def _agent(rng: random.Random, scale: int) -> Session:
     return Session(0.0, (first, later, later))
 
 
-# Lengths of prompts are for steps of USUAL_STEP_TOKENS prompt tokens, as on a CPU. With
-# larger steps, as on a GPU, prompts are as many times as long.
+# Lengths of prompts are for steps of USUAL_STEP_TOKENS prompt tokens, as on a CPU. If
+# steps are larger by a factor, as on a GPU, prompts are longer by this factor.
 MIXES: dict[str, Mix] = {
     "512 + 16": _equal(512, 16),
     "128 + 64": _equal(128, 64),
@@ -193,7 +193,7 @@ def measure_cases(
                     servers,
                     deployment,
                     case.workload,
-                    load_of_run(case.seed, number),
+                    load_of_run(case.workload, case.seed, number),
                     case.slo,
                     constants.probe_s,
                 )
@@ -222,11 +222,8 @@ def _line(predicted: Prediction, run: Run) -> str:
 
 def is_right(results: Sequence[Measured]) -> bool:
     """Return whether the recommended deployment won the real runs, or tied."""
-    simplest_first = sorted(
-        results, key=lambda result: result.predicted.deployment.is_split
-    )
     best = max(results, key=lambda result: result.goodput)
-    recommendation = recommended([result.predicted for result in simplest_first])
+    recommendation = recommended([result.predicted for result in results])
     (chosen,) = (each for each in results if each.predicted is recommendation)
     return chosen is best or is_tie(results)
 

@@ -246,7 +246,7 @@ async def _measure_handoff(
     """
     times = constants.times
     measurements = Measurements(constants.max_model_len, pids, times.step_tokens)
-    lengths = (measurements.lengths[1], measurements.lengths[-1])
+    lengths = measurements.handoff_lengths
     async with AsyncExitStack() as stack:
         single = await connect(stack, endpoint)
         pair = await connect(stack, pair_endpoint)

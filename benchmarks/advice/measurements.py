@@ -18,8 +18,8 @@ _SHARED_PROMPT = 256
 _PROMPTS_IN_FLIGHT = 2  # of each server, so that its engine does not wait for requests
 _SHARED_PROMPTS = 8  # of each server
 _DECODE_TOKENS = 32
-# Lengths of prompts where a step has 512 prompt tokens, as on a CPU. With larger steps,
-# as on a GPU, they are as many times as long.
+# Lengths of prompts where a step has 512 prompt tokens, as on a CPU. If steps are larger
+# by a factor, as on a GPU, prompts are longer by this factor.
 _PROMPT_LENGTHS = (32, 128, 512, 1536)
 _LONG_CONTEXT = 1024
 _REPEATS = 5
@@ -58,6 +58,13 @@ class Measurements:
         self.lengths = [length for length in lengths if length <= limit]
         self._shared_length = min(scale * _SHARED_PROMPT, self.lengths[-1])
         self.long_context = min(scale * _LONG_CONTEXT, limit // 2)
+
+    @property
+    def handoff_lengths(self) -> tuple[int, int]:
+        """The two lengths of prompts whose hand-over is measured. The transfer of the
+        shortest prompt takes little time, so it is left out if there are two others.
+        """
+        return self.lengths[min(1, len(self.lengths) - 2)], self.lengths[-1]
 
     def _next_seed(self) -> int:
         self._seed += 1

@@ -107,11 +107,25 @@ def _prediction(
 
 
 def percentile(sorted_values: Sequence[float], share: float) -> float:
-    """Return the value at a share from 0 to 1 of ascending values; at least one."""
+    """Return the value at a share from 0 to 1.
+
+    Args:
+        sorted_values: in ascending order, not empty.
+    """
     return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)]
 
 
 def recommended(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the better of the best replicas and the best split; replicas if they tie.
+
+    Args:
+        predictions: the simplest deployments first.
+    """
+    kinds = best_of_each_kind(predictions)
+    return _simplest(sorted(kinds, key=lambda each: each.deployment.is_split))
+
+
+def _simplest(predictions: Sequence[Prediction]) -> Prediction:
     """Return the simplest deployment with almost the goodput of the best.
 
     Of several splits, the one with the most reserve is returned.
@@ -136,7 +150,7 @@ def best_of_each_kind(predictions: Sequence[Prediction]) -> list[Prediction]:
     for is_split in (False, True):
         of_kind = [each for each in predictions if each.deployment.is_split == is_split]
         if of_kind:
-            kinds.append(recommended(of_kind))
+            kinds.append(_simplest(of_kind))
     return sorted(kinds, key=lambda prediction: -prediction.goodput)
 
 

@@ -25,6 +25,8 @@ from benchmarks.bench.workload import Workload
 
 # Two runs of the same deployment show how much the host changes between runs.
 NUM_RUNS = 2
+# No turn of a conversation begins later than this after the last arrival.
+_MAX_SESSION_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,15 @@ def prediction_dict(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def load_of_run(seed: int, number: int) -> LoadOptions:
-    """Return the options of a run. Each run has its own prompts, because servers have
-    cached those of the runs before.
+def load_of_run(workload: Workload, seed: int, number: int) -> LoadOptions:
+    """Return the options of a run, which sends all requests, as the prediction does.
+    Each run has its own prompts, because servers have cached those of the runs before.
     """
-    return LoadOptions(BodyOptions(seed=NUM_RUNS * seed + number), concurrency=10_000)
+    return LoadOptions(
+        BodyOptions(seed=NUM_RUNS * seed + number),
+        concurrency=10_000,
+        duration_s=workload.sessions[-1].arrival_s + _MAX_SESSION_S,
+    )
 
 
 def run_deployment(
@@ -199,7 +205,7 @@ def verify(
                     servers,
                     deployment,
                     workload,
-                    load_of_run(seed, number),
+                    load_of_run(workload, seed, number),
                     slo,
                     probe_s,
                 )

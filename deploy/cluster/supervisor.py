@@ -214,7 +214,9 @@ class Supervisor:
         part.run += 1
         part.state = State.STARTING
         part.progress = "starting"
-        part.deadline = time.monotonic() + self.start_timeout_s
+        # The others need the rest of the time, if the cluster continues without it.
+        share = 0.5 if part.is_optional else 1.0
+        part.deadline = time.monotonic() + share * self.start_timeout_s
         run = part.run
         # A second signal before the assignment does not kill this process, but the
         # process exits when the launcher exits.
@@ -409,12 +411,13 @@ class Supervisor:
         assert process is not None
         if part.state is not State.BACKING_OFF:
             # The part was not ready in time, or did not end in time.
-            if part.state is State.STARTING and not (part.was_ready or part.is_added):
+            may_end = part.was_ready or part.is_added or part.is_optional
+            if part.state is State.STARTING and not may_end:
                 return  # `wait` reports that the cluster was not ready in time
             if part.state is State.STARTING:
                 print_line(
-                    f"{part.name} was not ready within {self.start_timeout_s:g} s "
-                    "(--start-timeout-s); killing it"
+                    f"{part.name} is not ready in time (--start-timeout-s "
+                    f"{self.start_timeout_s:g}); killing it"
                 )
             part.deadline = _FOREVER
             process.kill()

@@ -6,10 +6,12 @@
    keeps it from using the pulled KV. Both answers must have the same tokens.
 """
 
+import itertools
 import random
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,20 +74,32 @@ def choose_pairs(
     """Return pairs (source, target) to test, and the number of pairs left out.
 
     Pairs of a prefill and a decode server come first, then pairs of decode servers,
-    which read each other's caches. Among them, each server occurs before any server
-    occurs twice.
+    which read each other's caches. Among them, the next pair is always one whose
+    servers occur in the fewest pairs before it.
     """
     usable = [server for server in servers if not server.problem]
-    targets = [server for server in usable if server.role != "prefill"]
-    pairs = []
-    for shift in range(len(usable)):
-        for index, target in enumerate(targets):
-            source = usable[(index + shift) % len(usable)]
-            is_pair = source is not target and source.takes_prefill_legs
-            if is_pair and _may_pair(source, target):
-                pairs.append((source, target))
-    pairs.sort(key=lambda pair: pair[0].role != "prefill")  # stable
-    return pairs[:max_pairs], max(0, len(pairs) - max_pairs)
+    left = [
+        (source, target)
+        for source, target in itertools.product(usable, usable)
+        if source is not target
+        and source.takes_prefill_legs
+        and target.role != "prefill"
+        and _may_pair(source, target)
+    ]
+    counts: Counter[str] = Counter()
+    pairs: list[tuple[Server, Server]] = []
+    while left and len(pairs) < max_pairs:
+        source, target = min(
+            left,
+            key=lambda pair: (
+                pair[0].role != "prefill",
+                counts[pair[0].name] + counts[pair[1].name],
+            ),
+        )
+        left.remove((source, target))
+        pairs.append((source, target))
+        counts.update((source.name, target.name))
+    return pairs, len(left)
 
 
 def _may_pair(source: Server, target: Server) -> bool:

@@ -17,13 +17,14 @@ from benchmarks.advice.constants import (
 )
 from benchmarks.advice.deployments import Deployment, deployments
 from benchmarks.advice.fit import DecodeSample, PromptSample, fit_decode, fit_prompts
+from benchmarks.advice.measurements import Measurements
 from benchmarks.advice.predict import (
     Prediction,
     best_of_each_kind,
     predict,
     recommended,
 )
-from benchmarks.advice.verify import Measured, Run
+from benchmarks.advice.verify import Measured, Run, load_of_run
 from benchmarks.bench import cli
 from benchmarks.bench.errors import BenchError
 from benchmarks.bench.slo import Slo
@@ -264,6 +265,28 @@ def test_simplest_deployment_is_recommended_unless_another_is_clearly_better():
     assert recommended(predictions).deployment.name == "split"
     kinds = best_of_each_kind([*predictions, prediction("other split", 2, 0.5)])
     assert [each.deployment.name for each in kinds] == ["split", "replicas"]
+
+
+def test_recommendation_is_one_of_the_two_that_are_verified():
+    predictions = [
+        prediction("round robin", 0, 0.955),
+        prediction("auto", 0, 0.98),
+        prediction("split", 1, 1.0),
+    ]
+    assert recommended(predictions).deployment.name == "split"
+    predictions[2] = prediction("split", 1, 0.97)
+    assert recommended(predictions).deployment.name == "round robin"
+
+
+def test_two_unequal_lengths_are_measured_whatever_the_context_of_the_model():
+    for max_model_len in range(160, 4000, 16):
+        short, long = Measurements(max_model_len, [], step_tokens=512).handoff_lengths
+        assert short < long < max_model_len
+
+
+def test_real_run_sends_all_requests_of_a_long_trace():
+    workload = workload_of((0.0, 100, 11), (1700.0, 100, 11))
+    assert load_of_run(workload, 0, 1).duration_s > 1700
 
 
 def test_split_with_the_most_reserve_is_the_best_of_equally_good_ones():

@@ -180,6 +180,13 @@ def test_pairs_of_prefill_and_decode_servers_come_first_and_are_bounded():
     assert {target for _, target in names[:2]} == {"decode-0", "decode-1"}
     assert set(names[4:]) == {("decode-0", "decode-1"), ("decode-1", "decode-0")}
     assert [len(choose_pairs(servers, 3)[0]), choose_pairs(servers, 3)[1]] == [3, 3]
+    few, _ = choose_pairs([*servers[2:4], *servers[:2]], 2)
+    assert sorted(each.name for pair in few for each in pair) == [
+        "decode-0",
+        "decode-1",
+        "prefill-0",
+        "prefill-1",
+    ]
     groups = server("decode-0", dcp=2)
     assert choose_pairs([groups, server("decode-1")], 9)[0] == [
         (server("decode-1"), groups)

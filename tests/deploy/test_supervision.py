@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,7 +207,8 @@ class StillProcess:
         pass
 
     def kill(self) -> None:
-        pass
+        self.exited.set()
+        self.send("exited", None)
 
     def reason(self) -> str:
         return "killed by SIGKILL"
@@ -228,6 +230,24 @@ def test_end_of_a_removed_part_is_not_an_end_of_the_cluster():
     supervisor.take_event(0)
     assert supervisor.parts == []
     assert part.state is not State.BACKING_OFF
+
+
+def test_optional_part_that_hangs_is_ended_while_the_others_have_time(monkeypatch):
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("deploy.cluster.supervisor.time", clock)
+    supervisor = Supervisor(
+        max_restarts=5, restart_window_s=60, start_timeout_s=60, grace_s=1
+    )
+    command = Command("kv", "kv", argv=())
+    supervisor.add("kv", "kv", lambda: command, StillPlace(), is_optional=True)
+    now_s = 29.0
+    supervisor.take_event(0)
+    assert len(supervisor.parts) == 1
+    now_s = 31.0
+    supervisor.take_event(0)  # kills it
+    supervisor.take_event(0)  # handles its end
+    assert supervisor.parts == []
 
 
 # -- scaling

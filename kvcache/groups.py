@@ -94,19 +94,19 @@ class KVGroups:
         table: Sequence[int],
         num_tokens: int,
         block_size: int,
-        reach: int | None = None,
+        min_resume_tokens: int | None = None,
     ) -> list[int]:
         """The part of `table` for a sequence's first `num_tokens` tokens, as a copy.
 
         Args:
             table: The table of the whole sequence.
-            reach: The result must suffice to continue the sequence after its first
-                `reach` tokens, and after any larger number of tokens up to
+            min_resume_tokens: The result must suffice to continue the sequence after
+                this number of tokens, and after any larger number of tokens up to
                 `num_tokens`. All other blocks become null blocks. None: `num_tokens`.
         """
         blocks = list(table[: -(-num_tokens // block_size) * self.count])
         if self.drops_blocks:
-            start = num_tokens if reach is None else reach
+            start = num_tokens if min_resume_tokens is None else min_resume_tokens
             firsts = self.first_needed_blocks(start, block_size)
             for group, first in enumerate(firsts):
                 blocks[group : first * self.count : self.count] = [NULL_BLOCK] * first
@@ -116,16 +116,18 @@ class KVGroups:
         """The entries of one group in a table, in order."""
         return table if self.count == 1 else table[group :: self.count]
 
-    def token_ranges(self, start: int, stop: int, reach: int) -> list[range]:
+    def token_ranges(
+        self, start: int, stop: int, min_resume_tokens: int
+    ) -> list[range]:
         """For each group, the tokens of [start, stop) that the group needs.
 
         Args:
-            reach: The KV must suffice to continue the sequence after its first `reach`
-                tokens, and after any larger number of tokens up to `stop`.
+            min_resume_tokens: The KV must suffice to continue the sequence after this
+                number of tokens, and after any larger number of tokens up to `stop`.
         """
         ranges = []
         for group in range(self.count):
-            first = self.first_token(group, reach)
+            first = self.first_token(group, min_resume_tokens)
             ranges.append(range(min(max(start, first), stop), stop))
         return ranges
 

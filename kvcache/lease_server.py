@@ -337,7 +337,7 @@ class LeaseServer:
             start=request.token_start,
             stop=request.token_stop,
             is_sample=request.samples,
-            reach=request.reach,
+            min_resume_tokens=request.min_resume_tokens,
         )
 
         def on_sums(sums: bytes) -> None:

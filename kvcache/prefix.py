@@ -95,7 +95,7 @@ class PrefixIndex:
         token_ids: Sequence[int],
         *,
         max_tokens: int | None = None,
-        reach: int | None = None,
+        min_resume_tokens: int | None = None,
         cursor: PrefixCursor | None = None,
         salt: bytes = b"",
     ) -> list[int]:
@@ -108,9 +108,9 @@ class PrefixIndex:
         Args:
             max_tokens: The largest number of tokens to match. A caller leaves out the
                 last token of a prompt: it is always computed, for its logits.
-            reach: If more than `reach` tokens match, the table must also have the
-                blocks to continue after `reach` tokens. None: it needs only the blocks
-                to continue after all matching tokens.
+            min_resume_tokens: If more tokens than this match, the table must also have
+                the blocks to continue after this number of tokens. None: it needs only
+                the blocks to continue after all matching tokens.
             cursor: The cursor of the sequence, if it may be looked up again.
             salt: Only blocks that were published with the same salt match.
         """
@@ -130,7 +130,9 @@ class PrefixIndex:
         table = self._table_of(node)
         if not self.groups.drops_blocks:
             return table
-        return self._without_gaps(table, limit if reach is None else reach)
+        return self._without_gaps(
+            table, limit if min_resume_tokens is None else min_resume_tokens
+        )
 
     def _start_node(self, cursor: PrefixCursor, max_depth: int) -> _Node:
         """The cursor's node, or its ancestor that is `max_depth` blocks deep.
@@ -153,19 +155,19 @@ class PrefixIndex:
             node = node.parent
         return [block for blocks in reversed(path) for block in blocks]
 
-    def _without_gaps(self, table: list[int], reach: int) -> list[int]:
+    def _without_gaps(self, table: list[int], min_resume_tokens: int) -> list[int]:
         """Cuts a table to its longest prefix that has all blocks of its windows.
 
         Blocks before the windows become null blocks.
 
         Args:
-            reach: As in `match`.
+            min_resume_tokens: As in `match`.
         """
         groups = self.groups
         count = groups.count
         num_full = len(table) // count
         while True:
-            stop = min(num_full * self.block_size, reach)
+            stop = min(num_full * self.block_size, min_resume_tokens)
             firsts = [
                 groups.first_token(group, stop) // self.block_size
                 for group in range(count)

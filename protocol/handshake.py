@@ -254,14 +254,17 @@ class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
 
     Attributes:
         samples: Whether a sample of the layers is enough, instead of all layers.
-        reach: See KVGroups.token_ranges in kvcache/groups.py. An engine with one layer
-            group ignores `reach`.
+        min_resume_tokens: See KVGroups.token_ranges in kvcache/groups.py. An engine
+            with one layer group ignores this field. Its name in messages is `reach`,
+            as in earlier releases.
     """
 
     token_start: _Count
     token_stop: _Count
     samples: bool
-    reach: Annotated[int, Meta(ge=0)] = 0
+    min_resume_tokens: Annotated[int, Meta(ge=0)] = msgspec.field(
+        default=0, name="reach"
+    )
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):

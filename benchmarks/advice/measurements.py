@@ -18,8 +18,8 @@ _SHARED_PROMPT = 256
 _PROMPTS_IN_FLIGHT = 2  # of each server, so that its engine does not wait for requests
 _SHARED_PROMPTS = 8  # of each server
 _DECODE_TOKENS = 32
-# Lengths of prompts where a step has 512 prompt tokens, as on a CPU. If steps are larger
-# by a factor, as on a GPU, prompts are longer by this factor.
+# Lengths of prompts where a step has 512 prompt tokens, as on a CPU. If steps are
+# larger by a factor, as on a GPU, prompts are longer by this factor.
 _PROMPT_LENGTHS = (32, 128, 512, 1536)
 _LONG_CONTEXT = 1024
 _REPEATS = 5

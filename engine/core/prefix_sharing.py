@@ -48,7 +48,9 @@ class PrefixSharing:
         return self._prefix.match(
             sequence.token_ids,
             max_tokens=max_tokens,
-            reach=self._tables.resume_limit(sequence, len(sequence.token_ids)),
+            min_resume_tokens=self._tables.resume_limit(
+                sequence, len(sequence.token_ids)
+            ),
             cursor=sequence.prefix_cursor,
             salt=sequence.request.cache_salt,
         )

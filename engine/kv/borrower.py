@@ -204,7 +204,7 @@ class Borrower(KVConnector):
             start,
             stop,
             scheduler.tables.first_blocks(sequence, num_blocks),
-            reach=scheduler.tables.resume_limit(sequence, stop),
+            min_resume_tokens=scheduler.tables.resume_limit(sequence, stop),
             has_draft_kv=sequence.pull.has_draft_kv,
         )
 

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from engine.core.connector import CoreServices
 from engine.core.sequence import Sequence
-from engine.kv.references import ReferenceMaker, lowest_reach, num_table_tokens
+from engine.kv.references import ReferenceMaker, min_resume_tokens_of, num_table_tokens
 from engine.kv.stalls import is_short_of_blocks
 from engine.kv.store_link import StoreRegion
 from kvcache.blocks import NULL_BLOCK, BlockState
@@ -316,7 +316,7 @@ class Demoter:
             table = prefix.match(
                 entry.token_ids,
                 max_tokens=num_tokens,
-                reach=lowest_reach(num_tokens, region.block_size),
+                min_resume_tokens=min_resume_tokens_of(num_tokens, region.block_size),
                 cursor=entry.cursor,
                 salt=entry.request.cache_salt,
             )

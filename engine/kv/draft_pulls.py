@@ -1,9 +1,9 @@
 """Decides which pulls also bring the KV of this engine's drafter.
 
-A drafter that reads hidden states can compute draft KV only behind a step of the
-engine's model, so its KV is pulled where the peer has it. A draft model can also
-compute the KV of a pulled prompt here; its KV is pulled where that is predicted to take
-less time.
+A drafter that reads hidden states can compute draft KV only after a step of the
+engine's model has computed these states, so its KV is pulled if the peer has it. A
+draft model can also compute the KV of a pulled prompt here; its KV is pulled where that
+is predicted to take less time.
 """
 
 from engine.core.connector import CoreServices
@@ -17,7 +17,7 @@ class DraftPulls:
     """The draft KV of an engine's pulls.
 
     Args:
-        coordinator: knows which peers have the same drafter.
+        coordinator: reports which peers have the same drafter.
         rates: measured speeds of the links to peers.
     """
 
@@ -37,10 +37,11 @@ class DraftPulls:
         pull = sequence.pull
         assert pull is not None
         # How many tokens of an offer have draft KV is known only at its end.
-        is_there = pull.is_offer or pull.remote.drafted_tokens > start
+        may_have_draft_kv = pull.is_offer or pull.remote.drafted_tokens > start
         token_s = self._core.speculator.catch_up_token_s
         pull.has_draft_kv = (
-            is_there
+            token_s is not None
+            and may_have_draft_kv
             and self._coordinator.shares_draft_kv(pull.remote)
             and self._rates.is_draft_pull_quicker(key_of(pull.remote), token_s)
         )

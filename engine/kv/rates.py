@@ -22,7 +22,9 @@ _MIN_SAMPLE_TOKENS = 16
 # single bad measurement must not replace the estimate, because the first measurements
 # of a link include the setup of the link.
 _WORSE_WEIGHT = 0.3
-_ESTIMATE_LIFETIME_S = 60.0  # then the estimates of a link return to the defaults
+# The estimates of a link return to the defaults this long after they were created, even
+# if they were updated since, so that a slow link is tried again.
+_ESTIMATE_LIFETIME_S = 60.0
 _MAX_PEERS = 1024
 
 
@@ -46,9 +48,10 @@ class Rates:
     """Measured speeds of this engine and of its links to other engines.
 
     Args:
-        mode: "auto" decides by the measurements; "always" and "never" ignore them.
+        mode: "auto" decides by the measurements; "always" and "never" ignore them. For
+            draft KV, the measurements always decide.
         bytes_per_token: bytes of a token's KV, summed over all ranks.
-        default_bytes_per_s: assumed speed of a link without recent measurements.
+        default_bytes_per_s: assumed speed of a link without measurements.
         draft_bytes_per_token: as `bytes_per_token`, of the KV of a drafter.
 
     Attributes:
@@ -104,8 +107,8 @@ class Rates:
         return PullCost(link.latency_s, self._bytes_per_token / link.bytes_per_s)
 
     def is_draft_pull_quicker(self, peer: PeerKey, catch_up_token_s: float) -> bool:
-        """Whether pulling a token's draft KV from `peer`, together with its other KV,
-        takes less time than computing it here. True if nothing is measured yet.
+        """Whether adding a token's draft KV to a pull from `peer` takes less time than
+        computing it here. True if nothing is measured yet.
 
         Args:
             catch_up_token_s: as in KVDrafter.
@@ -142,8 +145,8 @@ class Rates:
             )
 
     def _link(self, peer: PeerKey) -> _Link:
-        """Returns the estimates for a link. Starts with defaults if there are no recent
-        estimates. Beyond _MAX_PEERS links, forgets the least recently used one."""
+        """Returns the estimates for a link, which begin as the defaults. Beyond
+        _MAX_PEERS links, forgets the least recently used one."""
         now = self._clock()
         link = self._links.pop(peer, None)
         if link is None or now - link.created_s > _ESTIMATE_LIFETIME_S:

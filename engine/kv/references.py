@@ -169,9 +169,9 @@ def num_table_tokens(prefix: PrefixIndex, table: Sequence[int]) -> int:
     return len(table) // prefix.groups.count * prefix.block_size
 
 
-def lowest_reach(num_tokens: int, block_size: int) -> int:
-    """The argument `reach` (KVGroups.token_ranges) with which a store pulls a prefix of
-    `num_tokens` tokens in full blocks.
+def min_resume_tokens_of(num_tokens: int, block_size: int) -> int:
+    """The argument `min_resume_tokens` of KVGroups.token_ranges with which a store pulls
+    a prefix of `num_tokens` tokens in full blocks.
 
     A window may begin in the middle of a block. The store needs all of this block, or
     the prefix would never be a hit.

@@ -1,5 +1,5 @@
-"""Measured durations of decode steps with one number of streams, with and without
-proposals.
+"""Measured durations of decode steps that all have the same number of streams, with
+and without proposals.
 
 A stream is a sequence that decodes. A row is a position that a step computes: each
 stream has one, and each proposed token one more. The duration of a step with proposals
@@ -35,15 +35,15 @@ _NOISE: Final = 0.1
 _MAX_DEVIATION: Final = 0.25
 # Deviating steps with proposals in a row that show such a change. One alone may have
 # been interrupted.
-_MAX_DEVIATING_STEPS: Final = 2
-# A step counts as at most this many times its expected duration, because other work of
-# the machine may have interrupted it.
+_MIN_DEVIATING_STEPS: Final = 2
+# A step counts as at most this many times its largest possible duration, because other
+# work of the machine may have interrupted it.
 _OUTLIER: Final = 2.0
 # The rows of a step exceed those of all measured steps by at most this factor, because
 # the duration of a much larger step is unknown.
 _MAX_GROWTH: Final = 1.5
-# Numbers with equal bits up to this one share measurements. Their durations differ by
-# 6 % at most.
+# Numbers are rounded up to this many significant bits, and equal results share
+# measurements. Their durations differ by 6 % at most.
 _SIGNIFICANT_BITS: Final = 5
 
 
@@ -104,14 +104,14 @@ class Estimates(NamedTuple):
     Attributes:
         expected: the expected slowdowns. Where nothing was measured, the least that are
             likely.
-        hoped: the least slowdowns that are likely: somewhat less than the expected ones
-            where few steps were measured.
+        optimistic: the least slowdowns that are likely: somewhat less than the expected
+            ones where few steps were measured.
         largest: the largest possible slowdowns, apart from noise.
         is_measured: whether steps with this number of proposals were measured.
     """
 
     expected: Floats
-    hoped: Floats
+    optimistic: Floats
     largest: Floats
     is_measured: NDArray[np.bool_]
 
@@ -145,11 +145,10 @@ class BatchTimes:
         """Whether the next step must have no proposals, so that it can be measured."""
         if self._plain is None or self._plain.has_expired(step):
             return True
-        interval = PLAIN_INTERVAL
         return (
             bool(self._unconfirmed)
-            or self._num_deviating >= _MAX_DEVIATING_STEPS
-            or self._num_since_plain >= interval
+            or self._num_deviating >= _MIN_DEVIATING_STEPS
+            or self._num_since_plain >= PLAIN_INTERVAL
         )
 
     def add_plain(self, seconds: float, step: int) -> None:
@@ -243,14 +242,14 @@ class BatchTimes:
         beyond = np.maximum(NUMBERS - numbers[-1], 0)
         growth = 1 + beyond / (self._num_streams + numbers[-1])
         next_index = np.minimum(np.searchsorted(numbers, NUMBERS), len(means))
-        hoped = np.interp(NUMBERS, numbers, lowest) + slope * beyond
-        expected = hoped.copy()
+        optimistic = np.interp(NUMBERS, numbers, lowest) + slope * beyond
+        expected = optimistic.copy()
         expected[indexes] = values[1:]
         is_measured = np.zeros(len(NUMBERS), dtype=np.bool_)
         is_measured[indexes] = True
         return Estimates(
             expected=expected,
-            hoped=hoped,
+            optimistic=optimistic,
             largest=values[next_index] * growth,
             is_measured=is_measured,
         )

@@ -1,4 +1,5 @@
-"""Decides when a drafter that reads hidden states follows the streams.
+"""Decides when a drafter that reads hidden states computes draft KV of the streams
+that decode.
 
 Such a drafter computes draft KV of every token of a stream, also while its proposals do
 not pay and only a few probes are made. That would cost more than users are promised
@@ -12,8 +13,8 @@ from typing import Final
 # awake, one of 8 steps may be a probe, so the policy sees 32 of them.
 AWAKE_STEPS: Final = 256
 ASLEEP_STEPS: Final = 2_048
-# The share of steps with proposals below which these are only probes. While proposals
-# pay, nearly all steps have some.
+# If fewer than this share of steps have proposals, the proposals are only probes. While
+# proposals pay, nearly all steps have some.
 _MIN_SHARE: Final = 0.25
 
 

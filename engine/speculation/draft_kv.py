@@ -104,7 +104,7 @@ class DraftPoolSizes:
 
 
 class DraftedBlocks:
-    """The tokens with whose draft KV blocks were filled.
+    """For each block, the tokens whose draft KV it stores.
 
     Args:
         block_size: tokens of a block.
@@ -120,11 +120,13 @@ class DraftedBlocks:
         self._hashes: dict[int, int] = {}
 
     def blocks_of(self, sequence: Sequence) -> list[int]:
-        """The blocks that have the draft KV of a sequence, in order."""
+        """The blocks in which the draft KV of a sequence is stored, also where it is
+        not computed yet."""
         return self._blocks_in(sequence.block_ids)
 
     def _blocks_in(self, table: list[int]) -> list[int]:
-        """The blocks of a table that have draft KV, in order."""
+        """The blocks of a table in which draft KV is stored, also where it is not
+        computed yet."""
         blocks = list(self._groups.group_table(table, self._group))
         while blocks and blocks[-1] == NULL_BLOCK:
             blocks.pop()
@@ -148,8 +150,8 @@ class DraftedBlocks:
         return hashes
 
     def begin_pull(self, table: list[int], start: int) -> None:
-        """Must be called before draft KV is pulled to the blocks of a table, from token
-        `start` on."""
+        """Forgets which draft KV the blocks of a table have, from token `start` on.
+        Must be called before draft KV is pulled to them."""
         self.forget(self._blocks_in(table)[start // self._block_size :])
 
     def finish_pull(
@@ -184,7 +186,8 @@ class DraftedBlocks:
             sequence.num_drafted += size
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Must be called before draft KV is written to blocks."""
+        """Forgets which draft KV blocks have. Must be called before draft KV is written
+        to them."""
         for block in blocks:
             self._hashes.pop(block, None)
 

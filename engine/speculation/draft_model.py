@@ -183,7 +183,7 @@ def _check_vocabulary(folder: str, target_folder: str) -> None:
         text, target_text = (by_id[token_id] for by_id in texts)
         if text != target_text:
             raise DraftModelError(
-                f"--speculate model: {folder} has another vocabulary than "
+                f"--speculate model: {folder} has a different vocabulary from "
                 f"{target_folder}: token {token_id} is {text!r}, not {target_text!r}; "
                 "use a draft model with the vocabulary of the model"
             )

@@ -78,7 +78,8 @@ class ModelDrafter:
         self._clock = clock
         self._block_size = limits.sizes.tokens_per_block
         # The most tokens without draft KV of a sequence that took part in the last
-        # round: the token that ended its run, its proposals, and the token before them.
+        # round: its last token then, whose draft KV may be in a scratch block, the
+        # accepted proposals, and the token drawn after them.
         self._max_usual = limits.max_proposals + 2
         self.drafted_blocks = DraftedBlocks(self._block_size, limits.groups)
         self._budget = CatchUpBudget(limits.max_catch_up_s, limits.max_step_tokens)

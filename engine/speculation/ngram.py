@@ -25,14 +25,15 @@ from engine.speculation.ngram_index import (
     longest_match,
 )
 
-# A call begins to index a text only if it has indexed fewer tokens before. So it takes
-# 5 ms at most.
+# A call begins no new index after it has indexed this many tokens. So it takes 5 ms at
+# most.
 MAX_INDEXED_PER_CALL: Final = 32_768
-# Outputs that are indexed one by one. After as many, all tokens are sorted, because an
-# entry of the sorted array takes 8 bytes, and one of the dictionary about 200.
+# Outputs that are indexed one by one. After this many, all tokens are sorted, because
+# an entry of the sorted array takes 8 bytes, and one of the dictionary about 200.
 MAX_UNSORTED_TOKENS: Final = 8_192
-# Until an output matches the prediction, its beginning is proposed after each of this
-# many outputs. An answer may begin with a few words or a code fence.
+# Until an output matches the prediction, the beginning of the prediction is proposed
+# after each of the first outputs, up to this many. An answer may begin with a few words
+# or a code fence.
 MAX_LEAD_OUTPUTS: Final = 16
 
 
@@ -114,7 +115,8 @@ class _CopyingDrafter(ABC, Generic[_Index]):
 
 
 class NgramDrafter(_CopyingDrafter[NgramHistory]):
-    """Proposes what followed the latest occurrence of the longest end of a sequence."""
+    """Proposes what followed the latest occurrence of the longest suffix of a
+    sequence."""
 
     name = "ngram"
 

@@ -157,7 +157,8 @@ class SpeculationPolicy:
                 the step also computed prompts: its duration is then no measurement, and
                 the time of its proposals is estimated from other steps.
             is_delayed: whether the step was launched later than without speculation.
-                Its time then counts as lost, also if nothing was proposed.
+                The time by which it exceeds a plain step then counts as lost, also if
+                nothing was proposed.
         """
         if num_streams == 0:
             self._num_steps += 1
@@ -166,7 +167,8 @@ class SpeculationPolicy:
         batch = self._batches.setdefault(size, _Batch(num_streams))
         num_proposals = num_rows - num_streams
         # A step with proposals is not launched ahead, nor is the step after it. So that
-        # step is no measurement of plain steps, and its time counts as lost.
+        # step is no measurement of plain steps: the time by which it exceeds a plain
+        # step counts as lost.
         follows_speculation = self._last_speculation == self._num_steps - 1
         if num_proposals:
             self._last_speculation = self._num_steps
@@ -195,7 +197,8 @@ class SpeculationPolicy:
 
     @property
     def _may_probe(self) -> bool:
-        """Whether the next step may be a probe, because none was one lately."""
+        """Whether the next step may be a probe: none of the last PROBE_INTERVAL steps
+        had proposals."""
         return self._num_steps - self._last_speculation >= PROBE_INTERVAL
 
     def _best_index(self, times: BatchTimes, tokens: Floats) -> int | None:
@@ -211,14 +214,14 @@ class SpeculationPolicy:
         is_gain = tokens >= (1 + MIN_GAIN) * estimates.expected[: len(numbers)]
         if not is_gain.any():
             return None
-        speeds = np.where(is_gain, tokens / estimates.hoped[: len(numbers)], 0)
+        speeds = np.where(is_gain, tokens / estimates.optimistic[: len(numbers)], 0)
         # On the way to a promising number of proposals, smaller ones are measured.
         largest = len(_numbers_up_to(times.max_proposals)) - 1
         return min(int(np.argmax(speeds)), largest)
 
     def _probe(self, batch: "_Batch", lengths: Sequence[int]) -> list[int]:
-        """Returns limits for as many sequences as the credit allows, others each
-        time."""
+        """Returns limits for as many sequences as the credit allows. Each probe starts
+        at another sequence."""
         limits = [0] * len(lengths)
         num_probed = sum(min(length, PROBE_PROPOSALS) for length in lengths)
         numbers = _numbers_up_to(min(num_probed, batch.times.max_proposals))
@@ -234,7 +237,7 @@ class SpeculationPolicy:
 
 
 class _Batch:
-    """The steps with one number of streams.
+    """The steps that all have the same number of streams.
 
     Attributes:
         times: the durations of these steps.

@@ -10,7 +10,6 @@ are launched ahead as usual.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence as Sequenceable
 
@@ -88,11 +87,11 @@ class Speculator:
     def _may_propose(self, drafter: Drafter, decoding: list[Sequence]) -> bool:
         """Whether a drafter may have proposals for sequences in an unfinished step. A
         drafter that uses the device is not called: it needs the awaited tokens."""
-        room = [self._num_that_fit(sequence) for sequence in decoding]
+        max_lengths = [self._num_that_fit(sequence) for sequence in decoding]
         if drafter.uses_device:
             rates = [self._rate(sequence, drafter.name).value for sequence in decoding]
-            return any(self._policy.limits(rates, room, len(decoding)))
-        return any(self._proposals_of(drafter, decoding, room, len(decoding)))
+            return any(self._policy.limits(rates, max_lengths, len(decoding)))
+        return any(self._proposals_of(drafter, decoding, max_lengths, len(decoding)))
 
     def propose(self, running: Sequenceable[Sequence]) -> None:
         """Sets the proposals of all running sequences, for the next step."""
@@ -125,10 +124,12 @@ class Speculator:
     ) -> list[list[int]]:
         """Returns the tokens to verify for each sequence."""
         proposals: list[list[int]] = [[] for _ in sequences]
-        room = [self._num_that_fit(sequence) for sequence in sequences]
+        max_lengths = [self._num_that_fit(sequence) for sequence in sequences]
         for drafter in self._awake_drafters():
             open_indices = [
-                index for index, num in enumerate(room) if num and not proposals[index]
+                index
+                for index, num in enumerate(max_lengths)
+                if num and not proposals[index]
             ]
             if not open_indices:
                 break
@@ -137,7 +138,7 @@ class Speculator:
                 self._proposals_of(
                     drafter,
                     [sequences[index] for index in open_indices],
-                    [room[index] for index in open_indices],
+                    [max_lengths[index] for index in open_indices],
                     num_streams,
                 ),
                 strict=True,
@@ -151,7 +152,7 @@ class Speculator:
         self,
         drafter: Drafter,
         sequences: list[Sequence],
-        room: list[int],
+        max_lengths: list[int],
         num_streams: int,
     ) -> list[list[int]]:
         """Returns the proposals of one drafter, as many as the policy allows. Turns off
@@ -159,14 +160,14 @@ class Speculator:
         rates = [self._rate(sequence, drafter.name).value for sequence in sequences]
         try:
             if drafter.uses_device:
-                limits = self._policy.limits(rates, room, num_streams)
+                limits = self._policy.limits(rates, max_lengths, num_streams)
                 if not any(limits):
                     return [[] for _ in sequences]
                 self._has_delayed = True
                 return drafter.propose(sequences, limits)
-            if not self._policy.may_propose(rates, room, num_streams):
+            if not self._policy.may_propose(rates, max_lengths, num_streams):
                 return [[] for _ in sequences]
-            proposals = drafter.propose(sequences, room)
+            proposals = drafter.propose(sequences, max_lengths)
         except Exception:
             self._turn_off(drafter)
             return [[] for _ in sequences]
@@ -216,16 +217,16 @@ class Speculator:
         return 0
 
     @property
-    def catch_up_token_s(self) -> float:
-        """As in KVDrafter; infinity without such a drafter."""
+    def catch_up_token_s(self) -> float | None:
+        """As in KVDrafter; None without such a drafter."""
         for drafter in self._drafters:
             if isinstance(drafter, KVDrafter):
                 return drafter.catch_up_token_s
-        return math.inf
+        return None
 
     def begin_pull(self, table: list[int], start: int) -> None:
-        """Must be called before draft KV of other tokens may be written to the blocks
-        of a table, from token `start` on."""
+        """Forgets which draft KV the blocks of a table have, from token `start` on.
+        Must be called before draft KV of other tokens may be written to them."""
         for drafter in self._drafters:
             if isinstance(drafter, KVDrafter):
                 drafter.drafted_blocks.begin_pull(table, start)

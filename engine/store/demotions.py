@@ -12,7 +12,7 @@ offered tokens, else it is aborted.
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from engine.kv.references import lowest_reach
+from engine.kv.references import min_resume_tokens_of
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockState, IntegrityError
 from kvcache.groups import without_null_blocks
 from kvcache.prefix import PrefixCursor, PrefixIndex
@@ -175,15 +175,18 @@ class Demotions:
             start,
             demotion.stop,
             table,
-            reach=lowest_reach(demotion.stop, prefix.block_size),
+            min_resume_tokens=min_resume_tokens_of(demotion.stop, prefix.block_size),
         )
         return True
 
     def _ranges(self, demotion: _Demotion) -> list[range]:
         """For each layer group, the tokens that a demotion pulls."""
         prefix = self._prefix
-        reach = lowest_reach(demotion.stop, prefix.block_size)
-        return prefix.groups.token_ranges(demotion.start, demotion.stop, reach)
+        return prefix.groups.token_ranges(
+            demotion.start,
+            demotion.stop,
+            min_resume_tokens_of(demotion.stop, prefix.block_size),
+        )
 
     def on_event(self, event: Event) -> None:
         match event:

@@ -25,10 +25,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class DraftRank:
-    """A drafter's KV on one rank of D.
+    """A drafter's KV on one rank of this engine.
 
     Attributes:
-        kv: what peers must have, too.
+        kv: the properties that a peer's draft KV must share.
         endpoint: the geometry of the drafter's pool.
     """
 

@@ -113,7 +113,7 @@ class Peer:
         """
         groups = self.rank.endpoint.groups
         token_ranges = groups.token_ranges(
-            pull.token_start, pull.token_stop, pull.reach
+            pull.token_start, pull.token_stop, pull.min_resume_tokens
         )
         lease_hash = int(pull.lease_id[:8], 16)
         transfers = []

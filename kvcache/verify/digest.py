@@ -194,7 +194,7 @@ class Digester:
         word_numbers = np.arange(self._words.shape[1], dtype=np.uint64)
         word_keys = scope.keys(KeyKind.WORD, word_numbers)
         odd_word_keys = self._tensor(word_keys | np.uint64(1))
-        ranges = groups.token_ranges(scope.start, scope.stop, scope.reach)
+        ranges = groups.token_ranges(scope.start, scope.stop, scope.min_resume_tokens)
         for group, token_range in enumerate(ranges):
             tokens = np.arange(token_range.start, token_range.stop)
             is_local = tokens // layout.block_size % stripe.size == stripe.rank

@@ -54,7 +54,8 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         is_sample: The digest covers a sample of the layers instead of all layers.
         chunk_tokens: Tokens of a chunk; chunks are counted from token 0.
-        reach: As in KVGroups.token_ranges; only used with several layer groups.
+        min_resume_tokens: As in KVGroups.token_ranges; only used with several layer
+            groups.
     """
 
     lease_id: str
@@ -62,7 +63,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     stop: int
     is_sample: bool = False
     chunk_tokens: int = 256
-    reach: int = 0
+    min_resume_tokens: int = 0
 
     @property
     def chunks(self) -> range:

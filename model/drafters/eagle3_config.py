@@ -48,8 +48,8 @@ class Eagle3Config:
         draft_vocab_size: number of tokens that the drafter can propose.
         target_hidden_size: the hidden size of the target.
         target_layers: see StateCapture.
-        norms_residual: whether the states are normed before the residual, instead of
-            only before attention.
+        norms_residual: whether the residual stream starts from the normed states,
+            instead of the raw ones.
         norms_target_states: whether the states of the target have a norm of their own.
     """
 

@@ -59,11 +59,11 @@ class MTPModel(DraftModel):
         self._norm = load_norm(loader, names.norm, size, config)
         shape = (config.vocab_size, size)
         self._embedding = target.embedding
-        if _has_embedding_table(tensors, names.embedding, _EMBEDDINGS):
+        if _has_own_table(tensors, names.embedding, _EMBEDDINGS):
             weight = load_share(loader, f"{names.embedding}.weight", shape, parallel)
             self._embedding = Embedding(weight, parallel, config.embedding_scale)
         self._head = target.head
-        if _has_embedding_table(tensors, names.head, _HEADS):
+        if _has_own_table(tensors, names.head, _HEADS):
             weight = load_share(loader, f"{names.head}.weight", shape, parallel)
             self._head = make_head(loader, weight, config, parallel)
 
@@ -90,7 +90,7 @@ class MTPModel(DraftModel):
         return self._head(states, None)
 
 
-def _has_embedding_table(
+def _has_own_table(
     tensors: Mapping[str, StoredTensor], name: str | None, model_tables: Sequence[str]
 ) -> bool:
     """Returns whether files hold an embedding or head that is no copy of the model's.

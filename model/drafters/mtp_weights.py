@@ -102,7 +102,8 @@ def mtp_names(config: ModelConfig, stored_names: Container[str] | None) -> MTPNa
 def mtp_config(config: ModelConfig) -> ModelConfig:
     """Returns the config of a model's MTP layer, as of a model with this layer only.
 
-    The layer attends to all tokens and, if the model has a mixture of experts, has one.
+    The layer attends to all tokens. In a model with a mixture of experts, it has
+    experts.
     """
     moe = config.moe
     if moe is not None:

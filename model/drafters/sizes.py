@@ -11,8 +11,8 @@ from model.drafters.eagle3_config import Eagle3Config
 from model.drafters.mtp_weights import mtp_config
 from model.sizes import MatrixGroup, bits_per_element, implied_weights
 
-# The projections of attention, of which an EAGLE-3 drafter has two: one half of the
-# columns is for embeddings, the other one for states.
+# The projections of attention. In an EAGLE-3 drafter, they have twice as many columns:
+# one half is for embeddings, the other one for states.
 _ATTENTION_INPUTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 

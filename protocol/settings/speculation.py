@@ -55,24 +55,24 @@ def parse_speculation(text: str | None) -> Speculation:
     if text == "mtp":
         number = str(_DEFAULT_MTP_PROPOSALS)
     kind = next((kind for kind in _KINDS if kind == name), None)
-    given = short_repr(text)
+    quoted = short_repr(text)
     folder = ""
     if name in _KINDS_WITH_FOLDER:
         folder, _, number = number.rpartition(":")
         name = f"{name}:DIR"
         if not folder:
             raise ValueError(
-                f"{given} has no directory or no number of tokens: write {name}:4"
+                f"{quoted} has no directory or no number of tokens: write {name}:4"
             )
     if kind is None:
-        raise ValueError(f"{given} names no drafter: write {_FORMS}")
+        raise ValueError(f"{quoted} names no drafter: write {_FORMS}")
     is_number = number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS
     if not is_number:
-        raise ValueError(f"{given} has no number of tokens: write {_FORMS}")
+        raise ValueError(f"{quoted} has no number of tokens: write {_FORMS}")
     max_proposals = int(number)
     if not 1 <= max_proposals <= MAX_PROPOSALS:
         raise ValueError(
-            f"{given}: a step verifies 1 to {MAX_PROPOSALS} proposed tokens of a "
+            f"{quoted}: a step verifies 1 to {MAX_PROPOSALS} proposed tokens of a "
             f"sequence; write for example {name}:{MAX_PROPOSALS}"
         )
     return Speculation(kind, max_proposals, folder=folder)

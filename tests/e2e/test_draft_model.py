@@ -51,5 +51,5 @@ def test_draft_model_of_another_vocabulary_is_refused_at_the_start(
     shutil.copytree(ensure_model("gqa6"), folder)
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|end|>"))
-    with pytest.raises(AssertionError, match="has another vocabulary than"):
+    with pytest.raises(AssertionError, match="has a different vocabulary from"):
         start_decode(tiny_model, "--speculate", f"model:{folder}:4")

@@ -1,8 +1,8 @@
 """Which blocks have KV of a drafter that reads hidden states, and of which tokens.
 
-Other than a draft model, such a drafter cannot compute draft KV of any tokens, because
-states may be missing. So a sequence can have draft KV in some blocks and lack it in
-blocks before them.
+Unlike a draft model, such a drafter cannot compute draft KV of arbitrary tokens,
+because states may be missing. So a sequence can have draft KV in some blocks and lack
+it in blocks before them.
 
 A block is recognised by a hash of its tokens and of all tokens before them. The last
 position of a block also reads the first token after it. If two sequences share a block
@@ -19,8 +19,8 @@ from kvcache.groups import KVGroups
 
 
 class StateBlocks(DraftedBlocks):
-    """The tokens with whose draft KV blocks were filled, and the first tokens of blocks
-    in which a prompt ends.
+    """For each block, the tokens whose draft KV it stores. That may be only the first
+    tokens of a block.
 
     Methods take the hashes of a sequence: element i is the hash of the tokens up to the
     end of its block i.
@@ -28,8 +28,8 @@ class StateBlocks(DraftedBlocks):
 
     def __init__(self, block_size: int, groups: KVGroups) -> None:
         super().__init__(block_size, groups)
-        # For each block in which a prompt ends, a hash of its first tokens with draft
-        # KV and of all tokens before them, and their number.
+        # For each block of which only the first tokens have draft KV, a hash of these
+        # and of all tokens before them, and their number.
         self._beginnings: dict[int, tuple[int, int]] = {}
 
     def forget(self, blocks: Iterable[int]) -> None:
@@ -73,8 +73,8 @@ class StateBlocks(DraftedBlocks):
         blocks: Sequenceable[int],
         hashes: Sequenceable[int],
     ) -> int:
-        """How many tokens have draft KV at the beginning of the block after those of
-        `hashes`."""
+        """How many tokens have draft KV at the beginning of the block with the index
+        len(hashes)."""
         index = len(hashes)
         if index >= len(blocks):
             return 0

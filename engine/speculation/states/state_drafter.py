@@ -20,9 +20,10 @@ those of a draft model are (model_drafter.py), and KV is where that of a draft m
 Some states never exist on this server: those of tokens whose KV was pulled, or that the
 prefix cache had. Of these tokens, the drafter sees those whose blocks have draft KV of
 the same tokens (state_blocks.py). Its block table leaves out the other blocks. If the
-first state is in the middle of a block, its position takes the first slot of the block
-without draft KV. No other sequence uses this slot, because the engine's model has yet
-to write to the block. Positions for rotary embeddings are always those of the tokens.
+first state is in the middle of a block, the draft KV of its position is stored in the
+block's first slot that has none. No other sequence uses this slot, because the engine's
+model has yet to write to the block. Positions for rotary embeddings are always those of
+the tokens.
 """
 
 import math
@@ -46,8 +47,8 @@ from model.drafters.state_sizes import StateTableSizes
 # The rows of a decoding sequence that wait for its next round. More of them are
 # computed without a round.
 _MAX_BACKLOG: Final = 8
-# The backlog of a sequence may grow by these rows before it is computed: tokens in
-# steps ahead, and steps that have no free tokens for it.
+# The backlog of a sequence may grow by these rows before it is computed: tokens of
+# steps that were launched ahead, and rows that exceeded the token limit of a step.
 _SPARE_SLOTS: Final = 8
 
 
@@ -186,13 +187,17 @@ class StateDrafter:
             # A sequence may have ended since the step was prepared.
             is_running = planned.item.sequence.phase is Phase.RUNNING
             if planned.computed and is_running:
-                self._record(planned.item.sequence, planned.computed, ends_prompt=True)
+                self._record(
+                    planned.item.sequence,
+                    planned.computed,
+                    records_partial_block=True,
+                )
         self._planned = []
         self._kv_step = None
         return launched
 
     def _release_ended(self) -> None:
-        """Makes the slots of sequences that do not run free. Steps that store states of
+        """Frees the slots of sequences that no longer run. Steps that store states of
         such a sequence run before those of a sequence that gets the slots later."""
         ended = [s for s in self._stored if s.phase is not Phase.RUNNING]
         for sequence in ended:
@@ -211,7 +216,7 @@ class StateDrafter:
         # for all sequences takes less time than one step for each.
         is_due = any(_is_due(entry) for entry in planned)
         # Rows whose states are not going to be stored come first.
-        planned.sort(key=lambda planned: planned.computed.stop <= planned.item.start)
+        planned.sort(key=lambda entry: entry.computed.stop <= entry.item.start)
         num_left = self._limits.max_step_tokens
         for entry in planned:
             if not is_due or len(entry.computed) > num_left:
@@ -232,9 +237,9 @@ class StateDrafter:
             self._stored[sequence] = states
         first = max(states.start, states.drafted_from)
         is_continued = first <= sequence.num_drafted <= item.start <= states.stop
-        is_prompt = _complete_stop(item) > item.start
+        computes_known_tokens = _complete_stop(item) > item.start
         # The step may store states in the slots of those that the drafter reads then.
-        if is_prompt and sequence.num_drafted < item.start:
+        if computes_known_tokens and sequence.num_drafted < item.start:
             is_continued = False
         if not is_continued:
             self._begin(sequence, states, item.start)
@@ -266,15 +271,20 @@ class StateDrafter:
         for planned in self._planned:
             if not planned.computed:
                 continue
-            start = planned.item.start
+            step_start = planned.item.start
             first_row = self._table.first_token + planned.first_row
-            states = [
-                first_row + position - start
-                if position >= start
+            table_rows = [
+                first_row + position - step_start
+                if position >= step_start
                 else self._slot(planned.states, position)
                 for position in planned.computed
             ]
-            stream = self._make_rows(planned.item.sequence, planned.states, states)
+            stream = self._make_rows(
+                planned.item.sequence,
+                planned.states,
+                planned.computed.start,
+                table_rows,
+            )
             self._blocks.forget(self._written_blocks(stream))
             streams.append(stream)
         if not streams:
@@ -323,8 +333,7 @@ class StateDrafter:
         if start < max(states.start, states.drafted_from) or stop > states.stop:
             return None
         slots = [self._slot(states, position) for position in range(start, stop)]
-        stream = self._make_rows(sequence, states, slots)
-        stream.start = start
+        stream = self._make_rows(sequence, states, start, slots)
         stream.limit = limit
         return stream
 
@@ -334,8 +343,8 @@ class StateDrafter:
         num_left = self._limits.max_step_tokens
         num_scratch = 0
         selected: list[DraftRows] = []
-        for stream in sorted(streams, key=lambda stream: len(stream.states)):
-            if len(stream.states) > num_left:
+        for stream in sorted(streams, key=lambda stream: len(stream.table_rows)):
+            if len(stream.table_rows) > num_left:
                 break
             num_allocated = len(stream.blocks) * self._block_size
             if stream.num_written > num_allocated:
@@ -344,7 +353,7 @@ class StateDrafter:
                     num_scratch += 1
                 else:
                     stream.limit = num_allocated - stream.context_len + 1
-            num_left -= len(stream.states)
+            num_left -= len(stream.table_rows)
             self._blocks.forget(self._written_blocks(stream))
             selected.append(stream)
         return selected
@@ -352,7 +361,7 @@ class StateDrafter:
     def _run(self, streams: list[DraftRows]) -> None:
         """Runs the steps of a round, and stores the draws as proposals."""
         draft_round = StateRound(streams, self._limits.sizes, self._table)
-        num_rows = sum(len(stream.states) for stream in streams)
+        num_rows = sum(len(stream.table_rows) for stream in streams)
         step = draft_round.first_step(as_rows=num_rows <= self._limits.max_graph_rows)
         for _ in run_round(self._executor, draft_round, step):
             pass
@@ -363,9 +372,13 @@ class StateDrafter:
         return states.first_slot + position % self._num_slots
 
     def _make_rows(
-        self, sequence: Sequence, states: _StoredStates, table_rows: list[int]
+        self,
+        sequence: Sequence,
+        states: _StoredStates,
+        start: int,
+        table_rows: list[int],
     ) -> DraftRows:
-        """The next rows of a sequence, from `num_drafted` on."""
+        """The rows of a sequence from the position `start` on."""
         blocks = self._blocks.blocks_of(sequence)
         context = [blocks[index] for index in states.context]
         new_blocks = blocks[states.drafted_from // self._block_size :]
@@ -375,8 +388,8 @@ class StateDrafter:
             sequence,
             blocks=context + new_blocks,
             num_skipped=num_skipped,
-            start=sequence.num_drafted,
-            states=table_rows,
+            start=start,
+            table_rows=table_rows,
         )
 
     def _written_blocks(self, stream: DraftRows) -> list[int]:
@@ -385,17 +398,22 @@ class StateDrafter:
         return stream.blocks[first : -(-stream.num_written // self._block_size)]
 
     def _record(
-        self, sequence: Sequence, computed: range, *, ends_prompt: bool = False
+        self,
+        sequence: Sequence,
+        computed: range,
+        *,
+        records_partial_block: bool = False,
     ) -> None:
         """Records that positions have draft KV.
 
         Args:
-            ends_prompt: also record those in the last block, which is not full.
+            records_partial_block: also record those in the last block, if it is not
+                full.
         """
         sequence.num_drafted = max(sequence.num_drafted, computed.stop)
         states = self._stored[sequence]
         if states.drafted_from % self._block_size:
-            return  # the slots of positions are not those of the engine's KV
+            return  # positions may be in other slots than those of the engine's KV
         num_full = sequence.num_drafted // self._block_size
         self._blocks.add_hashes(states.hashes, sequence, num_full)
         self._blocks.record_blocks(
@@ -403,7 +421,7 @@ class StateDrafter:
             states.hashes,
             range(computed.start // self._block_size, num_full),
         )
-        if ends_prompt:
+        if records_partial_block:
             self._blocks.record_beginning(
                 sequence.token_ids[: sequence.num_drafted],
                 self._blocks.blocks_of(sequence),
@@ -421,8 +439,8 @@ def _missing_rows(item: Scheduled) -> range:
 def _is_due(entry: _PlannedItem) -> bool:
     """Whether the rows of a sequence must be computed behind the step: their states are
     not going to be stored, or too many of them wait."""
-    is_prompt = entry.computed.stop > entry.item.start
-    return is_prompt or len(entry.computed) > _MAX_BACKLOG
+    computes_known_tokens = entry.computed.stop > entry.item.start
+    return computes_known_tokens or len(entry.computed) > _MAX_BACKLOG
 
 
 def _complete_stop(item: Scheduled) -> int:

@@ -26,7 +26,8 @@ class DraftRows:
         blocks: the blocks of the drafter's context.
         num_skipped: positions that the context leaves out.
         start: the position of the first row to compute.
-        states: the row of the table of states for each row to compute.
+        table_rows: for each row to compute, the row of the table of states with its
+            state.
         limit: the largest number of tokens to propose; 0: only KV is computed.
         scratch: the index of the sequence among those with scratch blocks; None: it has
             none.
@@ -37,7 +38,7 @@ class DraftRows:
     blocks: list[int]
     num_skipped: int
     start: int
-    states: list[int]
+    table_rows: list[int]
     limit: int = 0
     scratch: int | None = None
     proposals: list[int] = field(default_factory=list)
@@ -45,7 +46,7 @@ class DraftRows:
     @property
     def stop(self) -> int:
         """The position after the last row to compute."""
-        return self.start + len(self.states)
+        return self.start + len(self.table_rows)
 
     @property
     def context_len(self) -> int:
@@ -86,16 +87,16 @@ def kv_step(streams: Sequenceable[DraftRows], sizes: DraftPoolSizes) -> StepInpu
 
 def _prompt_step(streams: Sequenceable[DraftRows], tables: Int32s) -> StepInput:
     tokens = [token for stream in streams for token in stream.tokens]
-    states = [state for stream in streams for state in stream.states]
+    table_rows = [row for stream in streams for row in stream.table_rows]
     return StepInput(
         token_ids=np.array(tokens, np.int64),
-        query_lens=np.array([len(stream.states) for stream in streams], np.int32),
+        query_lens=np.array([len(stream.table_rows) for stream in streams], np.int32),
         context_lens=np.array([stream.context_len for stream in streams], np.int32),
         block_tables=tables,
         sampled_sequences=np.zeros(0, np.int32),
         sampling=[],
         is_draft=True,
-        input_states=np.array(states, np.int32),
+        input_states=np.array(table_rows, np.int32),
         skipped_lens=_skipped_lens(streams),
     )
 

@@ -44,8 +44,8 @@ def allocate_pools(
 
 
 def draft_kv(draft: DraftRunner) -> DraftKV | None:
-    """What peers must have to read a draft model's KV; None if no peer can: with --dcp,
-    a block of the draft model has fewer tokens than a block of the engine.
+    """The properties that a peer's draft KV must share; None if no peer can read it:
+    with --dcp, a block of the draft model has fewer tokens than a block of the engine.
 
     The fingerprint contains the type of the device, because a pull between a GPU and a
     CPU might cross a border of locked memory behind the engine's pool.

@@ -196,7 +196,7 @@ class PullCoordinator:
         token_start: int,
         token_stop: int,
         local_block_ids: Sequence[int],
-        reach: int = 0,
+        min_resume_tokens: int = 0,
         *,
         has_draft_kv: bool = True,
     ) -> None:
@@ -213,7 +213,7 @@ class PullCoordinator:
             token_stop=token_stop,
             local_block_ids=list(local_block_ids),
             remote_block_ids=remote.block_ids,
-            reach=reach,
+            min_resume_tokens=min_resume_tokens,
             has_draft_kv=has_draft_kv,
         )
         self._call(lambda: self._do_pull(remote, order))

@@ -94,5 +94,5 @@ def request_digest(remote: RemotePrefill, nonce: str, scope: Scope) -> GetDigest
         token_start=scope.start,
         token_stop=scope.stop,
         samples=scope.is_sample,
-        reach=scope.reach,
+        min_resume_tokens=scope.min_resume_tokens,
     )

@@ -232,8 +232,8 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
         local_block_ids: blocks of this engine, from token 0 of the sequence on. A block
             holds (block_size x dcp) tokens.
         remote_block_ids: blocks of the peer, from token 0 of the sequence on.
-        reach: the smallest number of tokens after which the engine may continue the
-            sequence, as in KVGroups.token_ranges.
+        min_resume_tokens: the smallest number of tokens after which the engine may
+            continue the sequence, as in KVGroups.token_ranges.
         scope: the scope of the digest that RankEnded has to contain; None: no digest.
         has_draft_kv: also read the KV of the drafter, if the peer has the same one.
     """
@@ -245,7 +245,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     token_stop: int
     local_block_ids: list[int]
     remote_block_ids: list[int]
-    reach: int = 0
+    min_resume_tokens: int = 0
     scope: Scope | None = None
     has_draft_kv: bool = True
 

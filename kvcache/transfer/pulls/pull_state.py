@@ -323,7 +323,7 @@ class PullState:
             order.token_start,
             order.token_stop,
             is_sample=self._verified == "sample",
-            reach=order.reach,
+            min_resume_tokens=order.min_resume_tokens,
         )
         request = self._request_digest(self._scope, now)
         return [replace(order, scope=self._scope), request]

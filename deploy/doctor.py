@@ -106,8 +106,8 @@ class Link:
         target: torch device that pulls the KV.
         bytes_per_s: None if the transfer failed.
         reason: Why the transfer failed.
-        way: The protocol and the transport by which UCX performed the reads; None if
-            UCX did not report them.
+        ucx_read: The protocol and the transport by which UCX performed the reads; None
+            if UCX did not report them.
     """
 
     path: str
@@ -115,7 +115,7 @@ class Link:
     target: str
     bytes_per_s: float | None
     reason: str = ""
-    way: UcxRead | None = None
+    ucx_read: UcxRead | None = None
 
 
 def measure(path: str, source: str, target: str, nbytes: int) -> Link:
@@ -147,7 +147,7 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
                 ucx_read = None if setup.mapped else ucx_log.read_between(**gpus)
     except Exception as error:  # any failure is a result to report to the user
         return Link(path, source, target, None, str(error) or repr(error))
-    return Link(path, source, target, size.kv_bytes / seconds, way=ucx_read)
+    return Link(path, source, target, size.kv_bytes / seconds, ucx_read=ucx_read)
 
 
 def measure_links(host: Host, nbytes: int) -> list[Link]:
@@ -218,9 +218,10 @@ def _result_and_problem(link: Link) -> tuple[str, str | None]:
     if link.bytes_per_s is None:
         return "does not work", f"{name}: {link.reason}"
     rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
-    if link.way is not None:
-        warning = link.way.warning()
-        return f"{rate} by {link.way}", warning and f"{warning} The rate was {rate}."
+    if link.ucx_read is not None:
+        warning = link.ucx_read.warning()
+        remark = warning and f"{warning} The rate was {rate}."
+        return f"{rate} by {link.ucx_read}", remark
     problem = None
     if link.source != link.target and link.bytes_per_s < _SLOW_GPU_BYTES_PER_S:
         problem = f"{name}: KV goes through host memory, at {rate}. {GPU_FIX}"

@@ -17,8 +17,8 @@ _COUNTS = ("capacity", "max_streams", "step_tokens", "block_tokens")
 
 @dataclass(frozen=True)
 class Correction:
-    """How many times as long work takes in real servers that are saturated, as it would
-    by the times of single measurements.
+    """Ratios of the time that work takes on saturated servers to the time that single
+    measurements predict.
 
     Attributes:
         request: factor for what each request needs once, such as its prompt.

@@ -62,8 +62,8 @@ def deployments(num_servers: int) -> list[Deployment]:
 def arrangements(num_servers: int) -> list[Deployment]:
     """Return the simplest deployment of replicas, and that of a few splits.
 
-    Between these splits, others are alike: with one prefill server, with one decode
-    server, and with as many of both.
+    The splits have one prefill server, one decode server, or equal numbers of both. Any
+    other split is corrected like the nearest of them.
     """
     numbers = sorted({1, num_servers // 2, num_servers - 1})
     splits = [split(number, num_servers - number, "always") for number in numbers]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 _MIN_TOKEN_S = 1e-9
-# Tasks that run one after the other are slowed down by their number, and a little by
-# each other's use of caches. More than this factor comes from other programs.
+# n tasks that share a device take n times as long, and a little longer because they
+# share caches. A larger factor than this comes from other programs.
 _MAX_OVERHEAD = 1.25
 
 

@@ -28,8 +28,8 @@ class Prediction(NamedTuple):
     Attributes:
         goodput: requests per second within the SLO.
         share: share of the requests that are within the SLO.
-        limit_use: share of the limits that 99 % of the requests need; with 0.5, they
-            would also be within an SLO with half of each limit.
+        limit_use: the 99th percentile of the largest share of a limit that a request
+            needs. With 0.5, 99 % would also be within an SLO of half of each limit.
     """
 
     deployment: Deployment

@@ -27,8 +27,8 @@ from benchmarks.advice.processors import typical_s
 from benchmarks.advice.servers import RunningServers, running_proxy
 from benchmarks.loads import Request
 
-# Lengths are for steps with so many prompt tokens, as on a CPU. With larger steps, as
-# on a GPU, prompts are as many times as long.
+# Lengths are for steps with this number of prompt tokens, as on a CPU. If steps are
+# larger by a factor, as on a GPU, prompts are longer by this factor.
 USUAL_STEP_TOKENS = 512
 _PROMPTS_LENGTHS = (256, 8)  # tokens of a prompt and of its answer
 _ANSWERS_LENGTHS = (64, 64)
@@ -165,11 +165,11 @@ def fit_correction(
 
     logs = np.zeros(2)
     for _ in range(_ROUNDS):
-        now = errors(logs)
-        columns = [(errors(logs + step) - now) / _LOG_STEP for step in _LOG_STEPS]
+        current = errors(logs)
+        columns = [(errors(logs + step) - current) / _LOG_STEP for step in _LOG_STEPS]
         slopes = np.stack(columns, axis=1)
         matrix = slopes.T @ slopes + _PENALTY * np.eye(2)
-        change = np.linalg.solve(matrix, -slopes.T @ now - _PENALTY * logs)
+        change = np.linalg.solve(matrix, -slopes.T @ current - _PENALTY * logs)
         logs = np.clip(logs + change, -_MAX_LOG, _MAX_LOG)
     errors(logs)
     # Durations jump where requests are placed differently, so the last may not be best.

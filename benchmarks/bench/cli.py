@@ -89,7 +89,8 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
         "--metric",
         choices=METRICS,
         default="goodput",
-        help="what decides (default: goodput, the share of requests within --slo)",
+        help="metric that decides the winner (default: goodput, the requests per "
+        "second within --slo)",
     )
     bench_options.add_load_options(parser)
 

@@ -48,8 +48,9 @@ def add_bounds(group: argparse._ArgumentGroup) -> None:
         "--drain-s",
         type=positive_float,
         default=120.0,
-        help="requests that have not finished this long after the last arrival count "
-        "as failed (s, default: 120)",
+        help="requests that have not finished this long after the last arrival, or in "
+        "closed loops and conversations after --duration, count as failed "
+        "(s, default: 120)",
     )
 
 

@@ -96,8 +96,8 @@ class SharedDevice:
 
 
 class Frontend:
-    """What is computed for the requests of one server outside of its engine: by HTTP
-    processes, by the proxy, and by a load generator on the same host.
+    """The work for the requests of one server outside of its engine: of HTTP processes,
+    of the proxy, and of a load generator on the same host.
 
     One task runs after another.
     """

@@ -92,7 +92,7 @@ class Fleet:
             engine,
             times.request_work_s,
             times.request_s,
-            partial(self._find_prefix, engine, request, self.router.lender),
+            partial(self._pull_prefix, engine, request, self.router.lender),
         )
 
     def _work(
@@ -109,10 +109,12 @@ class Fleet:
         frontend.add(first_s, partial(self._after, total_s - first_s, then))
         frontend.add(work_s - first_s)
 
-    def _find_prefix(
+    def _pull_prefix(
         self, engine: Engine, request: Request, lender: Engine | None
     ) -> None:
-        """Pull KV of the prompt from another server or from the store, and queue it."""
+        """Pull the prefix of the prompt from another server or from the store, if that
+        helps. Then queue the request.
+        """
         if lender is None:
             pull_s = self._pull_from_store_s(engine, request)
             self._after(pull_s, partial(self._enqueue, engine, request))

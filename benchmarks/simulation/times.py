@@ -12,7 +12,8 @@ from engine.core.budget.step_times import StepTimes
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """Times and limits of one engine: a Llama-3.1-8B shape on one H200.
+    """Times and limits of one engine. The defaults are those of a Llama-3.1-8B shape on
+    one H200.
 
     docs/performance.md has the measurements. All fields ending in `_s` are seconds.
 

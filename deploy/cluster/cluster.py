@@ -103,7 +103,7 @@ class Cluster:
     def start_store(self) -> None:
         """Starts the KV store of this machine, unless the settings want none.
 
-        Without a store that starts, the servers run without it.
+        If the store cannot start, the servers run without it.
         """
         num_bytes = store_bytes(self.settings)
         if not num_bytes or not uses_store(self.settings):

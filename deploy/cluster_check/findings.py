@@ -44,7 +44,8 @@ _FAILURES = {
         "give both the same BATON_CLUSTER_SECRET, --split-special-tokens and tokenizer",
     ),
     "pull_withheld": (
-        "earlier pulls failed, so it makes no attempt",
+        "earlier pulls failed or hang, or no KV blocks are free, so it makes no "
+        "attempt",
         "see its log for the first failure, and run the check again after a minute",
     ),
     "pull_timeout": (

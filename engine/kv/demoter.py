@@ -1,11 +1,12 @@
 """Offers the KV of this engine to the KV store of its host, which pulls a copy.
 
-The copy outlives its eviction here, and this engine. Blocks are offered soon after they
-were published, so that little is lost if this engine is killed. An offer leases the
-blocks until the store has read them. Nothing waits for the store:
+The copy survives the eviction of the blocks here, and the end of this engine. Blocks
+are offered soon after they were published, so that little is lost if this engine is
+killed. An offer leases the blocks until the store has read them. Nothing waits for the
+store:
 
-- A sequence has at most one offer in flight. Until that ends, the sequence only grows
-  its entry in the queue. The newest state of the entry is offered next.
+- A sequence has at most one offer in flight. Until that ends, new blocks of the
+  sequence are only counted in its entry. They are queued when the offer ends.
 - MAX_OFFERS offers are in flight, with at most MAX_LEASED_SHARE of the pool. A longer
   part of a sequence is offered piece by piece.
 - If the queue is full, its oldest entry is dropped.

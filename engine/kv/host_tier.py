@@ -45,7 +45,7 @@ _RECONNECT_S = 2.0
 
 
 class HostTier:
-    """Offers KV to the store, and knows the region in which prompts are looked up.
+    """Offers KV to the store, and has the region in which prompts are looked up.
 
     Args:
         link: the connection to the store, which this object starts and closes.

@@ -153,7 +153,7 @@ class PrefixLookups:
     ) -> bool:
         if not targets:
             return False
-        self._evict_last(table)
+        self._mark_recently_used(table)
         lookup = _OpenLookup(sequence, targets[0], targets[1:], num_cached, max_tokens)
         self._open[sequence.request_id] = lookup
         self._send(lookup)
@@ -178,9 +178,10 @@ class PrefixLookups:
             salt=sequence.request.cache_salt,
         )
 
-    def _evict_last(self, table: list[int]) -> None:
-        """Makes cached blocks the most recently used ones. Other requests may allocate
-        blocks during a lookup, which only returns more tokens than these blocks have.
+    def _mark_recently_used(self, table: list[int]) -> None:
+        """Marks cached blocks as the most recently used ones, because other requests
+        may allocate blocks during the lookup. The pull brings only the tokens after
+        these blocks.
         """
         blocks = without_null_blocks(table)
         allocator = self._core.scheduler.allocator

@@ -170,8 +170,8 @@ def num_table_tokens(prefix: PrefixIndex, table: Sequence[int]) -> int:
 
 
 def min_resume_tokens_of(num_tokens: int, block_size: int) -> int:
-    """The argument `min_resume_tokens` of KVGroups.token_ranges with which a store pulls
-    a prefix of `num_tokens` tokens in full blocks.
+    """The argument `min_resume_tokens` of KVGroups.token_ranges with which a store
+    pulls a prefix of `num_tokens` tokens in full blocks.
 
     A window may begin in the middle of a block. The store needs all of this block, or
     the prefix would never be a hit.

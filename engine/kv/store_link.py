@@ -1,7 +1,7 @@
 """The connection of an engine to the KV store of its host.
 
 A thread opens a region of the store, and repeats the request as long as the engine
-lives. So the store knows that the engine uses the region, and the engine notices when
+lives. So the store sees that the engine uses the region, and the engine notices when
 the store has ended or was restarted. Without the store the engine continues, and the
 thread tries to connect again.
 """
@@ -169,7 +169,8 @@ class StoreLink:
                 else:
                     self._report_pending(reply)
                     interval_s = _PENDING_INTERVAL_S
-                # The store sends nothing of its own accord: data is its end.
+                # The store only sends replies, so a readable socket means that it has
+                # closed the connection.
                 if _wait_for(wire, interval_s):
                     wire.receive()
 

@@ -2,7 +2,7 @@
 
     offered --> WAITING --blocks are free--> RECEIVING --pull done--> published: CACHED
                    |                             `------pull failed-> FREE
-                   `--dropped: too many or too long waiting, or of no use
+                   `--dropped: too many or too long waiting, evicted, or of no use
 
 The lease of the offer is renewed from its arrival on. It ends with the pull, so an
 engine sees how its demotion has ended: the lease is completed if the region has all
@@ -142,8 +142,8 @@ class Demotions:
         )
         start = len(table) // groups.count * prefix.block_size
         # Wait for an active pull that brings tokens of this offer, so as not to read
-        # them twice. An engine sees the end of a pull, and offers the next piece of the
-        # sequence, before this region does.
+        # them twice. The engine may offer the next piece of the sequence before this
+        # region has handled the end of the pull of the piece before.
         if any(
             _brings_next_block(active, demotion, start, prefix.block_size)
             for active in self._active.values()

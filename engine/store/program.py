@@ -4,8 +4,8 @@
     end:   SIGTERM, SIGINT, or the parent has ended -> engines may finish what they
            read -> leases end -> exit
 
-One thread serves the connections of engines, and owns the blocks of the region. The
-threads of the region's lease server and transfer worker wake it.
+One thread serves the connections of engines, and owns the blocks of the regions. The
+threads of their lease servers and transfer workers wake it.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Which KV stores of hosts have which prefixes, as far as the proxy can infer it.
+"""Infers which prefixes the KV stores of hosts have.
 
 Servers write what they compute to the KV store of their host (`baton kv`), and pull it
 back after they have evicted it. So a prompt that a server has computed is in its store

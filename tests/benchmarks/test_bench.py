@@ -173,7 +173,7 @@ def test_run_prints_a_table_and_one_line_of_json(endpoint, load, capsys, tmp_pat
     assert any("load generator: requests sent" in line for line in lines)
     assert "request/s" not in captured.err  # no progress bar without a terminal
     (side,) = document["sides"]
-    assert (side["succeeded"], side["short_outputs"]) == (20, 0)
+    assert (side["succeeded"], side["wrong_lengths"]) == (20, 0)
     assert (side["output_tokens"], side["prompt_tokens"]) == (100, 320)
     assert side["kv_bytes_moved"] == 20e6
     assert side["cache_hit_rate"] == 0.25

@@ -37,7 +37,7 @@ def test_kv_moves_and_later_turns_are_cached(tiny_cluster: Cluster, tmp_path: Pa
         argv += ["--metrics", server.url]
     _, document = run_bench(tmp_path, *argv)
     (side,) = document["sides"]
-    assert (side["succeeded"], side["short_outputs"]) == (12, 0)
+    assert (side["succeeded"], side["wrong_lengths"]) == (12, 0)
     # Prompts of the second and third turns contain the earlier turns and answers.
     assert side["prompt_tokens"] == 4 * (40 + 88 + 136)
     assert side["baton_kv"]["transferred"] > 4 * 40

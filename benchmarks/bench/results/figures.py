@@ -56,7 +56,7 @@ def side_figures(result: SideResult, workload: Workload, slo: Slo) -> dict[str, 
         "succeeded": len(succeeded),
         "skipped": result.skipped,
         "errors": dict(Counter(t.error for t in timelines if t.error)),
-        "short_outputs": _count_short_outputs(result, workload),
+        "wrong_lengths": _count_wrong_lengths(result, workload),
         "elapsed_s": round(elapsed_s, 3),
         "prompt_tokens": sum(timeline.prompt_tokens for timeline in succeeded),
         "output_tokens": num_output_tokens,
@@ -91,7 +91,7 @@ def _latencies(succeeded: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def _count_short_outputs(result: SideResult, workload: Workload) -> int:
+def _count_wrong_lengths(result: SideResult, workload: Workload) -> int:
     """Return the number of answers that do not have the length of the workload."""
     return sum(
         record.timeline.output_tokens
@@ -188,10 +188,10 @@ def _side_lines(side: dict[str, Any], *, has_title: bool) -> list[str]:
         lines.append(f"KV moved between servers: {side['kv_bytes_moved'] / 1e6:.1f} MB")
     if side["cache_hit_rate"] is not None:
         lines.append(f"prefix caches: {side['cache_hit_rate']:.1%} of the tokens")
-    if side["short_outputs"]:
+    if side["wrong_lengths"]:
         lines.append(
-            f"WARNING: {side['short_outputs']} outputs do not have the length that was "
-            "requested"
+            f"WARNING: {side['wrong_lengths']} outputs do not have the length that "
+            "was requested"
         )
     return lines
 

@@ -119,9 +119,9 @@ def _warnings(document: dict[str, Any]) -> list[str]:
     for side in document["sides"]:
         if side["errors"]:
             warnings.append(f"{side['name']}: errors {side['errors']}")
-        if side["short_outputs"]:
+        if side["wrong_lengths"]:
             warnings.append(
-                f"{side['name']}: {side['short_outputs']} outputs do not have the "
+                f"{side['name']}: {side['wrong_lengths']} outputs do not have the "
                 "length that was requested"
             )
     return warnings

@@ -22,7 +22,7 @@ class DraftModelError(ValueError):
     reason and the fix."""
 
 
-class DraftModel(NamedTuple):
+class DraftModelSpec(NamedTuple):
     """A draft model and how it is served.
 
     Attributes:
@@ -31,7 +31,7 @@ class DraftModel(NamedTuple):
             a block table. Ranks that share tokens (--dcp) have larger blocks in tables;
             the draft model stores all tokens on every rank.
         max_proposals: the largest number of tokens to propose for a sequence.
-        name: its kind in --speculate, and the subject of messages about it.
+        name: the kind of drafter in --speculate, and the subject of messages about it.
     """
 
     config: EngineConfig
@@ -48,7 +48,7 @@ class DraftModel(NamedTuple):
 
 def requested_draft_model(
     config: EngineConfig, target: ModelConfig
-) -> DraftModel | None:
+) -> DraftModelSpec | None:
     """Returns the draft model that --speculate names; None if it names none, or if the
     server does not decode.
 
@@ -65,7 +65,7 @@ def requested_draft_model(
 
 def read_draft_model(
     config: EngineConfig, target: ModelConfig, folder: str, max_proposals: int
-) -> DraftModel:
+) -> DraftModelSpec:
     """Reads a draft model's config.json and checks that the ranks of the engine can
     serve it.
 
@@ -102,7 +102,7 @@ def read_draft_model(
         check_parallelism(model_config, config.tp)
         check_attention(draft_config, model_config)
         check_windows(target, config.model_dir, "model")
-    return DraftModel(draft_config, model_config, config.dcp, max_proposals, name)
+    return DraftModelSpec(draft_config, model_config, config.dcp, max_proposals, name)
 
 
 def check_requested_draft_model(config: EngineConfig, target: ModelConfig) -> None:
@@ -118,7 +118,7 @@ def check_requested_draft_model(config: EngineConfig, target: ModelConfig) -> No
 
 
 def check_draft_model(
-    draft: DraftModel, target: ModelConfig, target_folder: str
+    draft: DraftModelSpec, target: ModelConfig, target_folder: str
 ) -> None:
     """Checks the files of a draft model: its weights, and that equal token ids have
     equal texts in both models.

@@ -17,7 +17,7 @@ from engine.core.logits_processing import LogitShaper
 from engine.geometry import layout_of
 from engine.speculation.draft_kv import DraftPoolSizes
 from engine.speculation.draft_model import (
-    DraftModel,
+    DraftModelSpec,
     naming_draft_model,
 )
 from engine.speculation.drafter import Drafter
@@ -49,7 +49,7 @@ class DraftRunner(ModelRunner):
     def __init__(
         self,
         target: ModelRunner,
-        draft: DraftModel,
+        draft: DraftModelSpec,
         report: Callable[[str], None] = lambda text: None,
         load_weights: LoadModel = load,
     ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.batch import StepInput
-from engine.speculation.draft_model import DraftModel, read_draft_model
+from engine.speculation.draft_model import DraftModelSpec, read_draft_model
 from engine.worker.draft_runner import DraftRunner
 from engine.worker.drafting.load_draft import load_draft
 from engine.worker.ranks import RankExecutor, RankLinks
@@ -39,7 +39,7 @@ class DraftRanks(NamedTuple):
 
 
 def _make_rank(
-    rank: int, config: EngineConfig, draft: DraftModel | None, num_blocks: int
+    rank: int, config: EngineConfig, draft: DraftModelSpec | None, num_blocks: int
 ) -> tuple[ModelRunner, DraftRunner]:
     parallel = Parallel.connect(
         rank, config.tp, rendezvous_file=config.rendezvous_file, dcp=config.dcp

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.geometry import check_attention
 from engine.speculation.draft_model import (
-    DraftModel,
     DraftModelError,
+    DraftModelSpec,
     check_windows,
     naming_draft_model,
 )
@@ -26,7 +26,7 @@ _STATE_KINDS = ("mtp", "eagle3")
 
 def requested_state_model(
     config: EngineConfig, target: ModelConfig
-) -> DraftModel | None:
+) -> DraftModelSpec | None:
     """Returns the drafter that --speculate names; None if it names none that reads
     states. A prefill server has one, too: decode servers pull its draft KV, because
     only the server that computes a prompt has the states.
@@ -47,7 +47,7 @@ def requested_state_model(
 
 def read_state_model(
     config: EngineConfig, target: ModelConfig, speculation: Speculation
-) -> DraftModel:
+) -> DraftModelSpec:
     """Reads the files of an MTP layer or an EAGLE-3 drafter, and checks that the ranks
     of the engine can serve it.
 
@@ -80,7 +80,9 @@ def read_state_model(
             model_config, config.tp, ep=1 if kind == "eagle3" else config.ep
         )
         check_attention(draft_config, model_config)
-    return DraftModel(draft_config, model_config, 1, speculation.max_proposals, name)
+    return DraftModelSpec(
+        draft_config, model_config, 1, speculation.max_proposals, name
+    )
 
 
 def _read_config(

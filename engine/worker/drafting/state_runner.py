@@ -11,7 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.batch import Executor, StepInput
 from engine.core.logits_processing import to_device
-from engine.speculation.draft_model import DraftModel
+from engine.speculation.draft_model import DraftModelSpec
 from engine.speculation.drafter import Drafter
 from engine.speculation.states.state_drafter import StateDrafter, state_table_sizes
 from engine.worker.draft_runner import DraftRunner
@@ -34,7 +34,7 @@ class StateDraftRunner(DraftRunner):
     def __init__(
         self,
         target: ModelRunner,
-        draft: DraftModel,
+        draft: DraftModelSpec,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._kind = target.config.speculation.kind

@@ -18,8 +18,8 @@ import torch
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.speculation.draft_model import (
-    DraftModel,
     DraftModelError,
+    DraftModelSpec,
     check_draft_model,
     read_draft_model,
 )
@@ -188,7 +188,7 @@ def test_draft_model_with_windows_keeps_the_kv_of_all_layers(tmp_path) -> None:
 # -- checks ----------------------------------------------------------------------------
 
 
-def _read(folder: Path | str, target: Path, **options: Any) -> DraftModel:
+def _read(folder: Path | str, target: Path, **options: Any) -> DraftModelSpec:
     config = make_config(model_dir=str(target), **options)
     return read_draft_model(config, load_config(target), str(folder), 4)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.speculation.draft_model import DraftModel
+from engine.speculation.draft_model import DraftModelSpec
 from engine.speculation.states.state_model import requested_state_model
 from model.config import load_config
 from tests.make_drafters import ensure_drafter
@@ -15,7 +15,7 @@ from tests.make_models import ensure_model
 from tests.rigs.engines import make_config
 
 
-def _request(model: Path, speculate: str, **options: Any) -> DraftModel | None:
+def _request(model: Path, speculate: str, **options: Any) -> DraftModelSpec | None:
     config = make_config(
         model_dir=str(model), speculate=speculate, **{"role": "decode", **options}
     )

@@ -163,6 +163,12 @@ def _draft_rules(rank: RankMetadata, draft: DraftKV) -> Iterator[_Rule]:
     yield _range_rule(f"{where}.base", base, rank.layout.nbytes, rank.nbytes)
     max_bytes = rank.nbytes - base
     layout = rank.draft.layout
+    size = rank.layout.block_size
+    is_equal = layout.block_size == size
+    yield _Rule(f"{where}.block_size", layout.block_size, is_equal, f"be {size}")
+    yield _range_rule(
+        f"{where}.num_blocks", layout.num_blocks, rank.layout.num_blocks, 1 << 32
+    )
     yield from _layout_rules(f"{where}.layout", layout, ITEMSIZE, max_bytes)
 
 

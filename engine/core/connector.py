@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+from engine.core.core_grammar import CoreGrammars
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.speculation.speculator import Speculator
@@ -15,9 +16,11 @@ class CoreServices(Protocol):
 
     scheduler: Scheduler
     speculator: Speculator
+    grammars: CoreGrammars
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Gives the sequence to the scheduler, once its grammar is compiled."""
+        """Gives the sequence to the scheduler, once its grammar is compiled. Must not
+        be called again before that was taken back."""
 
     def accept_first_tokens(self, sequence: Sequence) -> None:
         """Handles first tokens that another server has drawn. Called while the sequence

@@ -112,6 +112,7 @@ class Scheduler:
         has_too_many_choices = len(sequence.choices) > self.limits.max_num_seqs
         assert not is_too_long, "a sequence that is too long would wait forever"
         assert not has_too_many_choices, "too many choices would wait forever"
+        assert sequence.phase is Phase.NEW, "the sequence was added before"
         sequence.phase = Phase.WAITING
         self._prompt_limit.on_queued(sequence)
         enqueue(self.waiting, sequence)

@@ -420,6 +420,8 @@ class Borrower(KVConnector):
         """Recomputes or fails a sequence that holds no blocks, after its pull was given
         up with `error`. The store may have KV that need not be computed."""
         was_from_store = sequence.pull is not None and sequence.pull.is_from_store
+        # Takes back `enqueue`, because the sequence may wait for a lookup next.
+        self.core.grammars.forget(sequence)
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
         self._report_failure(sequence, error)

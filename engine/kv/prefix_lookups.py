@@ -205,10 +205,25 @@ class PrefixLookups:
         )
         return should_pull
 
+    def _has_next_target(self, lookup: _OpenLookup) -> bool:
+        """Makes the next target of a lookup its target. Targets from which a pull does
+        not pay any more, by the speeds measured since, are left out."""
+        while lookup.next_targets:
+            lookup.target = lookup.next_targets.pop(0)
+            if self._is_worth_a_pull(
+                lookup.target, lookup.sequence, lookup.num_cached, lookup.max_tokens
+            ):
+                return True
+        return False
+
     def _send(self, lookup: _OpenLookup) -> None:
         sequence = lookup.sequence
         target = lookup.target
-        min_tokens = math.ceil(self._rates.min_pull_tokens(key_of(target)))
+        num_missing = lookup.max_tokens - lookup.num_cached
+        # The measured speed of the link may have expired since the last call, so that
+        # no number of tokens is enough.
+        min_pull_tokens = self._rates.min_pull_tokens(key_of(target))
+        min_tokens = math.ceil(min(min_pull_tokens, num_missing))
         request = Lookup(
             nonce=f"lookup-{new_id()}",
             incarnation=target.incarnation,
@@ -241,8 +256,7 @@ class PrefixLookups:
             self._counters.count_lookup(event.outcome)
         if event.remote is not None or (is_in_store and event.outcome == "late"):
             self._rates.record_lookup(key_of(lookup.target), event.seconds)
-        if event.remote is None and lookup.next_targets:
-            lookup.target = lookup.next_targets.pop(0)
+        if event.remote is None and self._has_next_target(lookup):
             self._send(lookup)
             return None
         del self._open[event.pull_id]

@@ -89,7 +89,11 @@ class Region:
         self.num_tokens = (
             self.allocator.capacity // self.memory.groups.count * spec.block_size
         )
-        self._leases = self._make_lease_server(options, secret)
+        try:
+            self._leases = self._make_lease_server(options, secret)
+        except Exception:
+            self.memory.close()
+            raise
         references = ReferenceMaker(
             host=options.host,
             port=self._leases.address[1],

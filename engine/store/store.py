@@ -177,8 +177,12 @@ class Store:
         slot.opening = None
         try:
             region = opening.take()
-        except MemoryError as error:
-            self._open_error = str(error)
+        except Exception as error:
+            # The other regions keep their KV.
+            if not (isinstance(error, MemoryError) or self.regions):
+                raise
+            logger.error("a region could not be opened: %s", error)
+            self._open_error = f"the store could not open a region: {error}"
             self._retry_open_s = self._clock() + RETRY_OPEN_S
             slot.requested_s = float("-inf")
             return
@@ -213,7 +217,8 @@ class Store:
         """Handles what the regions' threads have queued.
 
         Raises:
-            Exception: a region could not be opened, for another reason than its size.
+            Exception: the only region could not be opened, for another reason than its
+                size.
         """
         for slot in self._slots:
             if slot.opening is not None and slot.opening.has_ended:

@@ -6,6 +6,7 @@ failure. So requests to a dead peer fail at once, not after one timeout each. Pu
 I/O, no clock.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -30,8 +31,10 @@ from protocol.handshake import (
 )
 from protocol.messages import KVHint, RemotePrefill
 from protocol.metadata_rules import check_consistent
+from protocol.short_repr import short_repr
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
+_LEASE_ID = re.compile("[0-9a-f]{32}")
 # Bound of the idle records, which may be evicted. It is not expected to be reached:
 # references and hints that name a peer are signed, so there are only a few peers.
 _MAX_IDLE = 1024
@@ -318,7 +321,11 @@ def is_converted(local: CompatRecord, remote: CompatRecord) -> bool:
 def reference_error(
     remote: RemotePrefill, metadata: EngineMetadata
 ) -> PeerIncompatible | None:
-    """The error if a reference contradicts the metadata of its engine, else None."""
+    """The error if a reference contradicts the metadata of its engine, else None.
+
+    References in answers to lookups are not signed, so all fields are checked on which
+    a plan relies.
+    """
     if remote.transfer_id is not None:
         # P still computes the prompt, so the reference has no blocks yet.
         return None
@@ -333,11 +340,15 @@ def reference_error(
                 f"{engine_value} on the prefill server"
             )
             return PeerIncompatible(message, param=f"kv_transfer_params.{name}")
-    largest = max(remote.block_ids)
-    if largest < layout.num_blocks:
+    if not _LEASE_ID.fullmatch(remote.lease_id):
+        message = f"lease_id is {short_repr(remote.lease_id)}, which is no lease"
+        return PeerIncompatible(message, param="kv_transfer_params.lease_id")
+    num_blocks = layout.num_blocks
+    unknown = [block for block in remote.block_ids if not 0 <= block < num_blocks]
+    if remote.block_ids and not unknown:
         return None
     message = (
-        f"remote_block_ids has the block id {largest}; "
-        f"the prefill server has {layout.num_blocks} blocks"
+        f"remote_block_ids has the block ids {unknown[:4]}; "
+        f"the prefill server has blocks from 0 to {num_blocks - 1}"
     )
     return PeerIncompatible(message, param="kv_transfer_params.remote_block_ids")

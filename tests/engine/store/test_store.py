@@ -267,6 +267,21 @@ def test_memory_that_cannot_be_allocated_is_refused_and_tried_again_later(make_s
     opened(store)
 
 
+def test_region_that_cannot_be_opened_is_refused_and_other_regions_keep_their_kv(
+    make_store,
+):
+    agents = SlowAgents()
+    agents.may_continue.set()
+    store = make_store(make_agent=agents, max_models=2)
+    first = opened(store)
+    agents.errors.append(OSError("port 9001 is in use"))
+    other = replace(SPEC, compat=OTHER_COMPAT)
+    assert isinstance(store.open_region(open_request(other)), RegionPending)
+    until(lambda: store.poll() or "port 9001 is in use" in store._open_error)
+    assert "port 9001 is in use" in refusal(store, other)
+    assert store.open_region(open_request(SPEC)).incarnation == first.incarnation
+
+
 def test_memory_of_a_stale_region_is_freed_before_the_next_one_is_allocated(make_store):
     now_s = 0.0
     pools: list[weakref.ref] = []

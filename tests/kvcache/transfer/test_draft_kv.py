@@ -131,6 +131,8 @@ def test_engine_without_a_drafter_pulls_from_one_that_has_one(rig):
         ({"base": 1 << 40}, "base"),
         ({"num_blocks": 1 << 20}, "size in bytes"),
         ({"num_heads": 0}, "num_heads"),
+        ({"num_blocks": 1}, "num_blocks"),
+        ({"block_size": 1}, "block_size"),
     ],
 )
 def test_draft_pool_outside_of_the_memory_is_refused(rig, edit, field):

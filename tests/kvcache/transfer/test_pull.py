@@ -233,17 +233,23 @@ def test_inconsistent_or_incompatible_peers_are_not_read(rig, p, d, message):
 
 
 @pytest.mark.parametrize(
-    ("block", "tp", "field"),
-    [(layout().num_blocks, 1, "remote_block_ids"), (5, 2, "tp_size")],
+    ("fields", "name"),
+    [
+        ({"block_ids": [layout().num_blocks]}, "remote_block_ids"),
+        ({"block_ids": [-1]}, "remote_block_ids"),
+        ({"block_ids": []}, "remote_block_ids"),
+        ({"lease_id": "none"}, "lease_id"),
+        ({"tp_size": 2}, "tp_size"),
+    ],
 )
-def test_reference_that_contradicts_its_peer_is_not_read(rig, block, tp, field):
+def test_reference_that_contradicts_its_peer_is_not_read(rig, fields, name):
     prefill = rig(Prefill)
     decode = rig(Decode)
-    remote = msgspec.structs.replace(prefill.lease([block], 8), tp_size=tp)
+    remote = msgspec.structs.replace(prefill.lease([5], 8), **fields)
     decode.coordinator.pull("a", remote, 0, 8, [3])
     failed = decode.wait(*ENDINGS)
     assert isinstance(failed.error, PeerIncompatible)
-    assert failed.error.param == f"kv_transfer_params.{field}"
+    assert failed.error.param == f"kv_transfer_params.{name}"
 
 
 def test_wrong_secret_fails_the_handshake_at_once(rig):

@@ -23,7 +23,7 @@ from proxy.legs.setup import create_upstreams
 from proxy.pd_request import PDRequest
 from proxy.relay import Reply, Send
 from proxy.ui.site import Site, is_browser
-from proxy.upstream import HttpUpstream
+from proxy.upstream import HttpUpstream, num_sent_bytes
 
 logger = get_logger(__name__)
 
@@ -46,7 +46,11 @@ READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # check it instead of the proxy (`passes_keys_on`).
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 KEY_HEADERS = (b"authorization", b"x-api-key")
-MAX_ID_BYTES = 4096  # servers return the id in response heads, which are limited
+# Longest forwarded headers. Servers return the id in response heads, and the heads of
+# requests and responses are limited.
+MAX_ID_BYTES = 4096
+MAX_KEY_BYTES = 4096
+MAX_TRACE_BYTES = 512  # of which a tracestate must be passed on
 # Longest time for sending the error to a client after the shutdown ended a request.
 STOP_TIMEOUT_S = 1.0
 
@@ -156,6 +160,10 @@ class ProxyApp:
                 servers = [name for name, _ in reply.trace.legs]
                 logger.info("client disconnected; servers tried: %s", servers)
         except BatonError as error:
+            if reply.status is None:
+                # An error costs nothing. This one may have come from outside of the
+                # request's task, such as its deadline.
+                grant_of(scope).settle(0)
             await self._fail(reply, error)
         except asyncio.CancelledError:
             if not self.shutting_down:
@@ -242,18 +250,30 @@ class ProxyApp:
     def _forwarded_headers(
         self, scope: Scope, reply: Reply, is_read: bool
     ) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the request to a server."""
-        names: set[bytes] = set()
-        if reply.trace.context is None:
-            names.update(TRACE_HEADERS)  # else each leg has the context of its span
+        """Return the headers of the request to a server. Trace headers that are too
+        long are left out.
+
+        Raises:
+            InvalidRequest: an API key is too long.
+        """
+        max_bytes: dict[bytes, int] = {}
+        if reply.trace.context is None:  # else each leg has the context of its span
+            max_bytes.update(dict.fromkeys(TRACE_HEADERS, MAX_TRACE_BYTES))
         if self.settings.passes_keys_on:
-            names.update(KEY_HEADERS)
+            max_bytes.update(dict.fromkeys(KEY_HEADERS, MAX_KEY_BYTES))
         headers = [(b"x-request-id", reply.request_id)]
         for name, value in scope["headers"]:
-            if name in names:
+            if name not in max_bytes:
+                continue
+            if num_sent_bytes(value) <= max_bytes[name]:
                 # Some clients without a key send b"Bearer ". A header with a trailing
                 # space must not be forwarded.
                 headers.append((name, value.strip()))
+            elif name in KEY_HEADERS:
+                raise InvalidRequest(
+                    f"the header {name.decode()} is too long, the limit is "
+                    f"{MAX_KEY_BYTES} bytes"
+                )
         headers += share_header(grant_of(scope))
         if not is_read:
             headers.append((b"content-type", b"application/json"))
@@ -369,9 +389,10 @@ def _request_id(scope: Scope) -> bytes:
         if name == b"x-request-id":
             request_id = value
             break
-    if len(request_id) > MAX_ID_BYTES:
+    num_bytes = num_sent_bytes(request_id)
+    if num_bytes > MAX_ID_BYTES:
         raise InvalidRequest(
-            f"the header X-Request-Id has {len(request_id)} bytes, the limit is "
+            f"the header X-Request-Id has {num_bytes} bytes, the limit is "
             f"{MAX_ID_BYTES}"
         )
     return request_id.strip() or _new_id()

@@ -399,6 +399,11 @@ def as_text(header: bytes) -> str:
         return header.decode("latin-1")
 
 
+def num_sent_bytes(header: bytes) -> int:
+    """Return the bytes of a header when it is sent, see `as_text`."""
+    return len(as_text(header).encode())
+
+
 def _make_socket(address: Any) -> socket.socket:
     new_socket = socket.socket(*address[:3])
     new_socket.setblocking(False)

@@ -133,6 +133,17 @@ async def test_error_costs_no_tokens(tmp_path):
         assert statuses == [400, 400, 400]
 
 
+async def test_request_that_is_not_answered_in_time_costs_no_tokens(tmp_path):
+    async with limited_rig(tmp_path, Fake(Waits())) as rig:
+        for _ in range(2):
+            response = await rig.client.post(
+                CHAT,
+                json={**PROMPT, "max_tokens": PER_MINUTE},
+                headers={**HEADERS, "x-request-timeout-s": "0.1"},
+            )
+            assert response.status_code == 504
+
+
 @pytest.mark.parametrize(
     ("path", "body", "answer"),
     [

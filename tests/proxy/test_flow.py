@@ -93,6 +93,23 @@ async def test_both_servers_get_the_same_id_and_seed_from_the_proxy(members):
         assert len(set(ids)) == len(set(seeds)) == 2
 
 
+async def test_long_headers_of_a_client_do_not_make_servers_look_lost():
+    """A header that is not UTF-8 is sent with twice as many bytes."""
+    traces = {"traceparent": b"\xe9" * 20_000, "tracestate": b"a" * 20_000}
+    async with Rig() as rig:
+        answer = await rig.complete(headers={"x-request-id": b"\xe9" * 4096})
+        assert answer.status_code == 400
+        assert "has 8192 bytes, the limit is 4096" in answer.text
+        answer = await rig.complete(headers={"x-request-id": b"\xe9" * 1000})
+        assert answer.status_code == 200
+        answer = await rig.complete(headers={"x-api-key": b"k" * 5000})
+        assert answer.status_code == 400 and "x-api-key is too long" in answer.text
+        assert (await rig.complete(headers=traces)).status_code == 200
+        for fake in (*rig.prefill, *rig.decode):
+            assert not traces.keys() & fake.calls[-1].headers.keys()
+        assert rig.is_ready(0)
+
+
 async def test_request_id_that_is_too_long_is_refused_and_reaches_no_server():
     async def echoes(call: Call) -> None:
         headers = {"x-request-id": call.headers["x-request-id"]}

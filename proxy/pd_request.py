@@ -27,7 +27,12 @@ from proxy.charge import charged
 from proxy.failover import UpstreamLost
 from proxy.legs.call import Leg, LegFailed
 from proxy.legs.early_decode import EarlyDecode, lender_of
-from proxy.legs.outage import Outage, wait_after_loss
+from proxy.legs.outage import (
+    RETRY_PAUSE_S,
+    Outage,
+    may_wait_again,
+    wait_after_loss,
+)
 from proxy.legs.outcome import DecodeOnly, DecodeOnlyReason
 from proxy.legs.request_legs import RequestLegs
 from proxy.membership import Kind, Pool, Server
@@ -194,21 +199,26 @@ class PDRequest(RequestLegs):
         self._failover.is_enabled = self.upstreams.max_resumes > 0
         outage = Outage(self.upstreams, self.reply, self._failover)
         loss: UpstreamLost | None = None
+        resume_until_s = 0.0
         while loss is None or self._count_and_check_failover(loss):
             try:
                 if loss is None:
                     await self._generate_once(decode_only)
                 else:
-                    await self._continue_after(loss, decode_only)
+                    await self._continue_after(loss, decode_only, resume_until_s)
                 return
             except UpstreamLost as next_loss:
                 loss = next_loss
+                resume_until_s = time.monotonic() + self.upstreams.resume_wait_s
             except BatonError as error:
                 if loss is None:
                     await outage.outlast(error, self._model_pool)
                     continue
-                self._failover.count_outcome("failed")
                 loss.params = None
+                if may_wait_again(error, self._model_pool, resume_until_s):
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    continue
+                self._failover.count_outcome("failed")
                 if loss.has_begun or not self.reply.frame_history:
                     break
                 # The client has no part of the answer yet: the next server generates
@@ -228,9 +238,13 @@ class PDRequest(RequestLegs):
         )
 
     async def _continue_after(
-        self, loss: UpstreamLost, decode_only: DecodeOnly | None
+        self, loss: UpstreamLost, decode_only: DecodeOnly | None, until_s: float
     ) -> None:
-        """Continue an answer that its decode server did not complete."""
+        """Continue an answer that its decode server did not complete.
+
+        Args:
+            until_s: when the wait for another server ends (monotonic time).
+        """
         self._trace.decode_only = "-"
         digest = loss.server.health.kv_digest
         if loss.params is not None:
@@ -251,7 +265,7 @@ class PDRequest(RequestLegs):
         await wait_after_loss(
             self._model_pool,
             avoided,
-            self.upstreams.resume_wait_s,
+            max(0.0, until_s - time.monotonic()),
             has_begun=loss.has_begun,
         )
         await self._generate_once(decode_only)

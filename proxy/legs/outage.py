@@ -9,6 +9,7 @@ With `baton up`, a decode server that dies is restarted. Requests wait for it:
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 
 from protocol.errors import BatonError, NoServerAvailable
@@ -22,6 +23,9 @@ from proxy.relay import Reply
 # that only broke a connection is ready after its next health check.
 MAX_OTHER_WAIT_S = 3.0
 _POLL_S = 0.02
+# Pause between two attempts to continue an answer, so that servers that fail at once do
+# not keep the proxy busy.
+RETRY_PAUSE_S = 0.1
 
 
 class Outage:
@@ -58,6 +62,19 @@ class Outage:
         self._has_waited = True
         if not await wait_for_decode_server(pool, (), wait_s):
             raise error
+
+
+def may_wait_again(error: BatonError, pool: Pool, until_s: float) -> bool:
+    """Return whether an attempt to continue an answer failed because the servers that
+    were to continue it have ended, too, and there is time to wait for others.
+
+    Args:
+        until_s: when the wait for another server ends (monotonic time).
+    """
+    is_outage = isinstance(error, DecodeServerLost)
+    if isinstance(error, NoServerAvailable):
+        is_outage = not pool.ready(Kind.DECODE)  # else they have refused to continue
+    return is_outage and time.monotonic() < until_s
 
 
 async def wait_after_loss(

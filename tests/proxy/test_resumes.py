@@ -223,6 +223,32 @@ async def test_server_that_only_broke_a_connection_continues_the_stream_itself(
         assert (b"x-request-id", request_id) in answer.headers.raw
 
 
+async def test_stream_waits_if_the_server_that_should_continue_it_ends_too():
+    def end_server(call: Call) -> None:
+        for fake in fakes:
+            if call in fake.calls:
+                fake.ready = False
+
+    async def drops(call: Call) -> None:
+        end_server(call)
+        await _DROPS(call)
+
+    async def ends(call: Call) -> None:
+        end_server(call)
+        raise Drop
+
+    behave = _in_turn(drops, ends, _CONTINUES)
+    fakes = _servers_of(behave, behave)
+    async with Rig(decode=fakes, cluster_secret=_SECRET, resume_wait_s=60.0) as rig:
+        request = asyncio.create_task(rig.complete(stream=True))
+        await until(lambda: not any(fake.ready for fake in fakes))
+        polls = fakes[0].polls
+        await until(lambda: fakes[0].polls > polls + 2)
+        assert not request.done()
+        fakes[0].ready = True
+        assert (await request).content == b"".join(_EVENTS)
+
+
 @pytest.mark.parametrize("is_written", [True, False])
 async def test_slow_client_gets_the_end_of_a_stream_whose_server_was_lost(is_written):
     """If the server was lost before it had written the end, the client gets an error

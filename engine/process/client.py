@@ -157,18 +157,17 @@ class Subscription:
         self, may_move: Callable[[], bool], *, is_resumed: bool
     ) -> None:
         """Let the call's only request migrate to another server, while `may_move`
-        returns True.
-
-        If this server is handing its requests over, the request migrates now.
+        returns True; now, if this server is handing its requests over.
 
         Args:
-            is_resumed: whether the request has just migrated to this server. It then
-                stays here even during a hand-over, because no other server has taken
-                it.
+            is_resumed: whether the request has just migrated to this server. During a
+                hand-over it then stays here, because no other server has taken it.
         """
+        if is_resumed and self._engine.is_handing_over:
+            return
         if request_id := next(iter(self._num_open_choices), None):
             self._engine.movable[request_id] = may_move
-            if self._engine.is_handing_over and not is_resumed:
+            if self._engine.is_handing_over:
                 self._engine.migrate()
 
     def fail_at(self, time_s: float, error: BatonError) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from protocol.messages import (
     EngineProgress,
     EngineStats,
     ErrorInfo,
+    Migrate,
     Outputs,
     SamplingParams,
     TokenDelta,
@@ -127,6 +128,20 @@ async def test_closing_early_aborts_and_drops_later_deltas(ending):
         remote.transport.send(EngineStats({"x": 1.0}))
         await until(lambda: client.stats == {"x": 1.0})
         assert not client._subscriptions
+
+
+async def test_hand_over_does_not_move_requests_again_that_have_come_back():
+    async with connected() as (client, remote):
+        client.is_handing_over = True
+        requests = [make_request(name) for name in ("back", "new")]
+        with (
+            closing(client.submit(requests[:1])) as returned,
+            closing(client.submit(requests[1:])) as other,
+        ):
+            returned.allow_migration(lambda: True, is_resumed=True)
+            other.allow_migration(lambda: True, is_resumed=False)
+            received = [await remote.receive() for _ in range(3)]
+            assert received == [*requests, Migrate("new")]
 
 
 async def test_requested_abort_still_delivers_the_last_delta():

@@ -144,9 +144,8 @@ class EngineCore(CoreServices):
             self._steps.run(plan.scheduled, is_delayed=is_delayed)
         self.finish_steps(self.executor.depth if plan.scheduled else 0)
         self.flush()
-        return bool(
-            had_step_in_flight or plan.scheduled or plan.receiving or plan.preempted
-        )
+        has_changed = plan.admitted or plan.preempted or plan.stuck
+        return bool(had_step_in_flight or plan.scheduled or has_changed)
 
     @property
     def is_idle(self) -> bool:
@@ -170,8 +169,9 @@ class EngineCore(CoreServices):
             self.fail(sequence, error)
         for sequence in plan.admitted:
             self._stats.count_admission(sequence)
-            if self._misses_cache(sequence):
-                plan.remove(sequence)
+            if self._end_if_not_cached(sequence):
+                for choice in sequence.choices:
+                    plan.remove(choice)
                 continue
             self._output.add_remote_results(sequence)
         if plan.receiving:
@@ -243,30 +243,17 @@ class EngineCore(CoreServices):
         self._output.add_compiled(sequence)
         self.accept_first_tokens(sequence)
         if sequence.pull is not None and sequence.phase is not Phase.FINISHED:
-            self._misses_cache(sequence)
+            self._end_if_not_cached(sequence)
         if sequence.phase is not Phase.FINISHED:
             if sequence.times.queued is None:
                 sequence.times.queued = time.monotonic()
             self.scheduler.add(sequence)
 
-    def _misses_cache(self, sequence: Sequence) -> bool:
-        """Ends a request if its cache_hit_threshold forbids to compute its prompt here.
-
-        Tokens that a pull brings count as cached. A request with a pull is checked
+    def _end_if_not_cached(self, sequence: Sequence) -> bool:
+        """Ends a request with too few cached tokens. A request with a pull is checked
         before it waits for blocks, any other request at each admission, and so again
-        after a preemption or a failed pull.
-        """
-        threshold = sequence.request.cache_hit_threshold
-        request = sequence.request
-        if not threshold or request.retain_kv or request.resumed_choices:
-            return False
-        num_tokens = len(sequence.token_ids)
-        num_cached = sequence.num_computed
-        if sequence.pull is not None:
-            if sequence.phase is Phase.RECEIVING:
-                return False
-            num_cached = sequence.pull.num_to_pull(num_tokens)
-        if num_cached >= threshold * num_tokens:
+        after a preemption or a failed pull. Returns whether the request was ended."""
+        if not sequence.has_too_few_cached_tokens:
             return False
         self._end_choices([(choice, CACHE_MISS) for choice in sequence.choices])
         return True
@@ -283,6 +270,8 @@ class EngineCore(CoreServices):
         self._end_choices(ends)
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
+        if sequence.request_id not in self.sequences:
+            return  # it has ended with another of its choices
         sequence.choices.end_all()
         for choice in sequence.choices:
             self._stop(choice)

@@ -237,6 +237,22 @@ class Sequence:
             return tuple(children)
         return (self, *children)
 
+    @property
+    def has_too_few_cached_tokens(self) -> bool:
+        """Whether the request's cache_hit_threshold forbids to compute its prompt here.
+        Tokens that a pull brings count as cached."""
+        request = self.request
+        threshold = request.cache_hit_threshold
+        if not threshold or request.retain_kv or request.resumed_choices:
+            return False
+        num_tokens = len(self.token_ids)
+        num_cached = self.num_computed
+        if self.pull is not None:
+            if self.phase is Phase.RECEIVING:
+                return False
+            num_cached = self.pull.num_to_pull(num_tokens)
+        return num_cached < threshold * num_tokens
+
     def awaits_result(self, max_model_len: int) -> bool:
         """Whether no further step can be planned for this sequence now.
 

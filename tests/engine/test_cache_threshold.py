@@ -66,6 +66,33 @@ def test_preempted_request_ends_instead_of_being_computed_again():
     assert_all_blocks_free(core)
 
 
+def test_no_choice_is_computed_in_the_step_in_which_another_one_misses_the_cache():
+    """The other choice is planned before."""
+    core, executor, out = make_core(prefix_caching=True)
+    run_until_idle(core, add("a", PROMPT, 3))
+    core.round([add("b", PROMPT, 20, num_choices=2, cache_hit_threshold=0.5)])
+    while not all(out.tokens("b", choice) for choice in (0, 1)):
+        core.round([])
+    core.finish_steps(0)
+    num_steps = executor.num_steps
+    _, second = core.sequences["b"].choices
+    core.scheduler._preempt(second, Plan(0))
+    assert core.scheduler.prefix is not None
+    core.scheduler.prefix._remove_descendants(core.scheduler.prefix._root)
+    core.round([])
+    assert executor.num_steps == num_steps
+    assert [end.finish_reason for end in out.terminals("b")] == [CACHE_MISS] * 2
+    assert_all_blocks_free(core)
+
+
+def test_next_round_follows_at_once_if_the_only_planned_request_has_ended():
+    """It has used up the token budget, so other requests were not admitted."""
+    core, _, out = make_core(max_num_batched_tokens=len(PROMPT))
+    requests = [add("a", PROMPT, 3, cache_hit_threshold=1.0), add("b", PROMPT, 3)]
+    assert core.round(requests)
+    assert out.terminals("a") and core.sequences.keys() == {"b"}
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"retain_kv": True}, {"resumed_choices": [ResumedChoice([5])]}],

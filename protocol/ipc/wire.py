@@ -161,6 +161,8 @@ class Wire:
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
             if length > self.max_bytes:
+                if messages:
+                    break  # the caller may raise the limit because of these
                 self._close_reason = (
                     f"the peer sent a message of {length} bytes, the limit is "
                     f"{self.max_bytes}"

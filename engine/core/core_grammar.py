@@ -36,15 +36,15 @@ class CoreGrammars:
 
     Attributes:
         compiling: the compilation that each sequence waits for.
-        awaiting_mask: for each sequence that waits for a mask, the computation of the
-            mask, and the monotonic time at which the sequence fails if its mask is
-            still not ready.
+        awaiting_mask: for each sequence that waits for a mask, the choice whose mask it
+            is, the computation of the mask, and the monotonic time at which the
+            sequence fails if its mask is still not ready.
     """
 
     def __init__(self, compiler: GrammarCompiler, timeout_s: float) -> None:
         self.compiler = compiler
         self.compiling: dict[Sequence, Future[Any]] = {}
-        self.awaiting_mask: dict[Sequence, tuple[Future[None], float]] = {}
+        self.awaiting_mask: dict[Sequence, tuple[Sequence, Future[None], float]] = {}
         self.timeout_s = timeout_s
         self._quick = ThreadPoolExecutor(
             _MASK_THREADS, thread_name_prefix="grammar-masks"
@@ -100,29 +100,33 @@ class CoreGrammars:
         Args:
             wait_for_all: wait until all masks are ready, however long it takes.
         """
-        begun: list[tuple[Sequence, Future[None]]] = []
+        # Each sequence with a choice whose mask was begun.
+        begun: list[tuple[Sequence, Sequence, Future[None]]] = []
         awaited: list[Future[None]] = []
         for item in scheduled:
             for choice in item.draws:
                 state = choice.sampling.grammar
                 if state is None or state.work is None:
                     continue
-                begun.append((item.sequence, state.work))
+                begun.append((item.sequence, choice, state.work))
                 if wait_for_all or not state.is_slow:
                     awaited.append(state.work)
         wait_for(awaited, None if wait_for_all else _MAX_MASK_WAIT_S)
         skipped = set()
-        for sequence, work in begun:
+        for sequence, choice, work in begun:
             if not work.done():
                 skipped.add(sequence)  # its children's draws are skipped as well
-                self._await_mask(sequence, work)
+                self._await_mask(sequence, choice, work)
         rows = [row for item in scheduled for row in _mask_rows(item)]
         return step_masks(rows, self.compiler.vocab_size), skipped
 
-    def _await_mask(self, sequence: Sequence, work: Future[None]) -> None:
+    def _await_mask(
+        self, sequence: Sequence, choice: Sequence, work: Future[None]
+    ) -> None:
         if sequence in self.awaiting_mask:
             return
-        self.awaiting_mask[sequence] = (work, time.monotonic() + self.timeout_s)
+        deadline_s = time.monotonic() + self.timeout_s
+        self.awaiting_mask[sequence] = (choice, work, deadline_s)
         sequence.sampling.awaits_mask = True
         wake = self.compiler.on_compiled
         work.add_done_callback(lambda _: wake())
@@ -132,14 +136,14 @@ class CoreGrammars:
         errors. Lets the sequences with ready masks take part in steps again.
         """
         overdue = []
-        for sequence, (work, deadline_s) in list(self.awaiting_mask.items()):
+        for sequence, (choice, work, deadline_s) in list(self.awaiting_mask.items()):
             is_finished = sequence.phase is Phase.FINISHED
             is_timed_out = time.monotonic() >= deadline_s
             if not (is_finished or work.done() or is_timed_out):
                 continue
             self.forget(sequence)
             # A choice that has ended, but is not finished, prefills for its children.
-            has_ended = sequence.choice_state.has_ended
+            has_ended = choice.choice_state.has_ended
             if not (is_finished or work.done() or has_ended):
                 error = GrammarFailed(
                     f"after {sequence.num_outputs} tokens it took more than "

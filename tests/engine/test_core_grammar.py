@@ -158,6 +158,28 @@ def test_grammar_does_not_keep_steps_from_being_launched_ahead(compiler):
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
 
 
+def test_request_gets_one_error_if_the_masks_of_two_choices_are_late(
+    compiler, monkeypatch
+):
+    unblock = threading.Event()
+    compute = GrammarState._compute_mask
+
+    def compute_late(state: GrammarState) -> None:
+        assert state._num_consumed < 3 or unblock.wait(60.0)
+        compute(state)
+
+    monkeypatch.setattr(GrammarState, "_compute_mask", compute_late)
+    monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 0.001)
+    core, out = make_core_with(compiler, 0, WORDS)
+    core.grammars.timeout_s = 0.0
+    core.round([constrained_request("a", WORDS, num_choices=2)])
+    while not out.terminals("a"):
+        core.round([])
+    assert "--grammar-timeout-s" in assert_failed(out)
+    unblock.set()
+    run_all(core)
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_request_that_waits_too_long_for_a_mask_fails_without_the_others(
     depth, is_slow, compiler, monkeypatch

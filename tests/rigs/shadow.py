@@ -459,7 +459,7 @@ def run_until_idle(core: EngineCore, *messages: EngineInput) -> None:
 def wait_for_masks(core: EngineCore) -> bool:
     """Wait for the masks of skipped sequences. Return whether there were any."""
     sitting = list(core.grammars.awaiting_mask.values())
-    for work, _ in sitting:
+    for _, work, _ in sitting:
         work.result(60.0)
     return bool(sitting)
 

@@ -95,8 +95,11 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
         add("transfer", times.get("admitted"), times.get("read"))
         add("fence", times.get("read"), pulled)
         if self.kv.get("recomputed"):
-            start = pulled if pulled is not None else times.get("admitted")
-            add("prefill", start, times.get("drawn"))
+            # A pull may have failed before the request was admitted.
+            began = [
+                time for time in (pulled, times.get("admitted")) if time is not None
+            ]
+            add("prefill", max(began, default=None), times.get("drawn"))
         first = times.get("first")
         if first is not None and self.generated > 1:
             # The first token of a prefill server may arrive before its KV.

@@ -157,6 +157,8 @@ class Borrower(KVConnector):
         of a resumed request names."""
         if sequence.pull is not None:
             self.on_release(sequence.pull.remote)
+        if sequence.request.remote is not None:
+            # A failure of this pull must not count as one that the client requested.
             for choice in sequence.choices:
                 choice.request = msgspec.structs.replace(choice.request, remote=None)
         pull_id = sequence.request_id
@@ -211,7 +213,9 @@ class Borrower(KVConnector):
     def on_finish(self, sequence: Sequence) -> None:
         times = sequence.times
         if times.drawn is not None and times.admitted is not None:
-            seconds = times.drawn - (times.pulled or times.admitted)
+            # A pull may have failed long before the request was admitted.
+            began_s = max(times.pulled or 0.0, times.admitted)
+            seconds = times.drawn - began_s
             self._rates.record_compute(sequence.accounting.num_computed_here, seconds)
         if sequence.pull is not None:
             # The request has ended with its first token, before its pull began.

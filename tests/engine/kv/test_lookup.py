@@ -13,6 +13,7 @@ from engine.kv.rates import Rates
 from kvcache.transfer.pulls.messages import PullSettings
 from protocol import kv_params
 from protocol.messages import AbortRequest
+from tests.engine.store.test_region import evict_all
 from tests.rigs.engines import COMPAT, OTHER_COMPAT, Engine, Group
 from tests.rigs.shadow import VOCAB, expected_output
 
@@ -164,6 +165,39 @@ def test_draft_kv_is_pulled_unless_it_is_quicker_to_compute():
     assert rates.is_draft_pull_quicker(peer, math.inf)
     rates.record_pull(peer, 1 << 24, 1.0)
     assert rates.is_draft_pull_quicker(peer, 0.4e-3)
+
+
+def test_failed_pull_of_a_found_prefix_is_computed_whatever_the_policy(make_group):
+    """The request refers to KV of its own engine, which has evicted it."""
+    a, b = (group := make_group({}, {"policy": "fail"})).engines
+    group.complete(a, PROMPT)
+    name = group.begin(b, PROMPT, 1, retain_kv=True)
+    group.end_of(b, name)
+    reference = b.reference(name)
+    b.leases.abort(reference.lease_id)
+    group.settle()
+    evict_all(b)
+    b.movers.fail(1)
+    name = group.begin(b, PROMPT, 3, remote=reference, hint=a.hint(30))
+    assert group.tokens_of(b, name) == expected_output(PROMPT, 3)
+    assert a.stat("baton_leases", event="granted") == 1
+
+
+def test_wait_after_a_failed_pull_does_not_count_as_time_to_compute(make_group):
+    a, b = (group := make_group({}, {})).engines
+    name = group.begin(a, PROMPT, 1, retain_kv=True)
+    group.end_of(a, name)
+    reference = a.reference(name)
+    a.leases.abort(reference.lease_id)
+    allocator = b.core.scheduler.allocator
+    held = allocator.allocate(allocator.num_available)
+    name = group.begin(b, PROMPT, 3, remote=reference)
+    times = b.core.sequences[name].times
+    group.until(lambda: times.pulled is not None)
+    times.pulled -= 1000.0  # as if the request had waited for blocks since then
+    allocator.release(held)
+    assert group.tokens_of(b, name) == expected_output(PROMPT, 3)
+    assert 0 < b.rates.seconds_per_token < 10
 
 
 WRONG_HINTS = [

@@ -11,6 +11,7 @@ of sequences and blocks. The request id of a sequence is also the id of its pull
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,6 @@ from engine.kv.rates import Rates
 from engine.kv.stalls import DeadlockTimer, QuarantineTimer, pulls_without_capacity
 from engine.kv.store_link import StoreRegion
 from kvcache.transfer.pulls.coordinator import PullCoordinator
-from kvcache.transfer.pulls.lease_client import new_id
 from kvcache.transfer.pulls.messages import (
     LookedUp,
     PeerDecided,
@@ -164,7 +164,7 @@ class Borrower(KVConnector):
         pull_id = sequence.request_id
         if is_in_store:
             # A pull with the request's id may have been given up before.
-            pull_id = f"{sequence.request_id}-{new_id()}"
+            pull_id = f"{sequence.request_id}-{secrets.token_hex(8)}"
         sequence.pull = PromptPull(remote, sequence.request, pull_id)
         if is_in_store:
             self.on_promoted(sequence, remote.num_tokens)

@@ -224,20 +224,15 @@ async def test_server_that_only_broke_a_connection_continues_the_stream_itself(
 
 
 async def test_stream_waits_if_the_server_that_should_continue_it_ends_too():
-    def end_server(call: Call) -> None:
-        for fake in fakes:
-            if call in fake.calls:
-                fake.ready = False
+    def ending(then: Behave) -> Behave:
+        async def behave(call: Call) -> None:
+            for fake in fakes:
+                fake.ready = fake.ready and call not in fake.calls
+            await then(call)
 
-    async def drops(call: Call) -> None:
-        end_server(call)
-        await _DROPS(call)
+        return behave
 
-    async def ends(call: Call) -> None:
-        end_server(call)
-        raise Drop
-
-    behave = _in_turn(drops, ends, _CONTINUES)
+    behave = _in_turn(ending(_DROPS), ending(breaks_off), _CONTINUES)
     fakes = _servers_of(behave, behave)
     async with Rig(decode=fakes, cluster_secret=_SECRET, resume_wait_s=60.0) as rig:
         request = asyncio.create_task(rig.complete(stream=True))

@@ -116,6 +116,7 @@ class CheckedDrafter:
         self.prepare = drafter.prepare
         self.follow = drafter.follow
         self.drafted_blocks = drafter.drafted_blocks
+        self.catch_up_token_s = drafter.catch_up_token_s
         self.num_proposed = 0
         self.num_skipped: list[int] = []
         self._drafter = drafter

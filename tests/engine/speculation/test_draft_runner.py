@@ -209,7 +209,7 @@ def test_draft_model_of_another_vocabulary_is_refused_by_name(tmp_path) -> None:
     other = _copy_with(ensure_model("gqa6"), tmp_path / "other")
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace("<|im_end|>", "<|end|>"))
-    message = rf"{other} has another vocabulary than {target}: token 2 is .*im_end"
+    message = rf"{other} has a different vocabulary from {target}: token 2 is .*im_end"
     with pytest.raises(DraftModelError, match=message):
         check_draft_model(_read(other, target), model_config, str(target))
 

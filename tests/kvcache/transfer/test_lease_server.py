@@ -23,7 +23,6 @@ from protocol.handshake import (
     Complete,
     GetMetadata,
     LeaseEnded,
-    Lookup,
     Metadata,
     Ok,
     Refused,
@@ -299,21 +298,6 @@ def test_a_message_may_come_in_pieces_and_several_at_once(server):
             select.select([wire], [], [], DEADLINE_S)
             num_replies += len(wire.receive())
     assert server.counters()["metadata_sent"] == 3
-
-
-def test_long_message_may_follow_right_behind_the_first_one(server):
-    """Only the first message shows that the connection may send long ones."""
-    server._max_long_request_bytes = 1 << 20
-    lookup = Lookup(
-        nonce="l", incarnation="i", token_ids=list(range(5000)), min_tokens=1
-    )
-    requests = (GetMetadata(nonce="n"), lookup)
-    data = b"".join(framed(seal_request(request, SECRET)) for request in requests)
-    with socket.create_connection(server.address, DEADLINE_S) as raw:
-        raw.sendall(data)
-        assert server.ended.wait(DEADLINE_S)
-    ((received, _),) = server.lookups
-    assert received == lookup
 
 
 def test_silent_strangers_do_not_block_other_connections(server, monkeypatch):

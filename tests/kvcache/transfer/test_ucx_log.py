@@ -95,7 +95,7 @@ def test_warning_about_a_slow_transport_names_the_fix(
 def test_transport_is_the_one_that_ucx_reports():
     program = (
         "from deploy.doctor import measure; "
-        "print(measure('nixl', 'cpu', 'cpu', 1 << 20).way)"
+        "print(measure('nixl', 'cpu', 'cpu', 1 << 20).ucx_read)"
     )
     # The default transport is tested in test_doctor.py.
     output = run_program(program, UCX_TLS="tcp")

@@ -27,6 +27,7 @@ from benchmarks.bench.progress import progress
 from benchmarks.bench.results.figures import client_figures, side_figures, table
 from benchmarks.bench.results.report import html_report, json_document, request_rows
 from benchmarks.bench.results.verdict import METRICS, compare
+from protocol.settings.near_names import suggestion
 
 SUBCOMMANDS = {
     "compare": "which of two sides wins under the same load, by how much, how sure",
@@ -34,9 +35,26 @@ SUBCOMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that names an unknown option. argparse would take the value of the
+    option for a subcommand, and name that instead.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        names = list(self._option_string_actions)
+        for word in args or ():
+            if word in SUBCOMMANDS:
+                break
+            name = word.partition("=")[0]
+            is_known = any(known.startswith(name) for known in names)
+            if name.startswith("--") and not is_known:
+                self.error(f"unknown option {name}{suggestion(name, names)}")
+        return super().parse_known_args(args, namespace)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `baton bench`, with those of its subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="baton bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -26,6 +26,9 @@ from benchmarks.bench import cli
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--html", "report.html"], "unknown option --html"),
+        (["--ratee=3"], "unknown option --ratee (did you mean --rate"),
+        (["compare", "--a", "http://a", "--side", "b"], "unknown option --side"),
         (["--max-requests", "0"], "is not above 0"),
         (["--rate", "0"], "not a finite number above 0"),
         (["--rate", "inf"], "not a finite number above 0"),

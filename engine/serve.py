@@ -128,9 +128,9 @@ class _Server:
         self.nodes = nodes_of(
             settings, self.secret, self._engine_ended, self._on_node_leaving
         )
-        # Whether another node was asked to stop. A service manager then stops this node
-        # too, and this signal must not count as the second one.
-        self._stops_with_node = False
+        # Another node or POST /drain may have asked for the shutdown before. A service
+        # manager then sends its own signal, which is not the second one.
+        self._has_signal = False
         # Whether the engine ends because the server has been drained.
         self._ends_in_order = False
         self.loop = asyncio.get_running_loop()
@@ -178,13 +178,13 @@ class _Server:
             self.api.metrics.tracer.close()
 
     def _on_signal(self) -> None:
-        """Starts an orderly shutdown. A signal during a shutdown kills all processes
+        """Starts an orderly shutdown. A second signal kills all processes
         immediately."""
-        if self.stop_requested.done() and not self._stops_with_node:
+        if self._has_signal:
             self.processes.kill()
             lifecycle.report_failure("received a signal during the shutdown: killed")
             lifecycle.exit_now(_KILLED_STATUS)
-        self._stops_with_node = False
+        self._has_signal = True
         self._request_stop()
 
     def _request_stop(self) -> None:
@@ -192,11 +192,7 @@ class _Server:
             self.stop_requested.set_result(None)
 
     def _on_node_leaving(self) -> None:
-        def stop() -> None:
-            self._stops_with_node = not self.stop_requested.done()
-            self._request_stop()
-
-        self.loop.call_soon_threadsafe(stop)
+        self.loop.call_soon_threadsafe(self._request_stop)
 
     def _engine_ended(self, reason: str) -> None:
         shared_reason = reason

@@ -132,6 +132,19 @@ async def test_engine_that_ends_during_the_shutdown_is_not_a_failure(tokenizer):
         assert server.failure.done()
 
 
+async def test_signal_after_a_requested_drain_is_not_the_second_one(monkeypatch):
+    """A service manager stops the server after its hook has called POST /drain."""
+    kills: list[int] = []
+    monkeypatch.setattr("engine.serve.lifecycle.exit_now", kills.append)
+    async with _make_server(_EndingEngine()) as (server, _):
+        assert server.api.on_drain is not None
+        server.api.on_drain()
+        server._on_signal()
+        assert server.stop_requested.done() and not kills
+        server._on_signal()
+        assert len(kills) == 1
+
+
 async def test_server_unregisters_before_it_refuses_requests(tokenizer):
     """The fake proxy records each registration, and the status of the server's /health
     at that moment."""

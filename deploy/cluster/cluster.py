@@ -165,8 +165,11 @@ class Cluster:
                 self._next_update_at = time.monotonic() + UPDATE_INTERVAL_S
 
     def server_url(self, kind: Kind) -> str:
-        """Returns the URL of the first server of a kind."""
-        return next(part.url for part in self._servers(kind))
+        """Returns the URL of the first server of a kind, of one that is ready if there
+        is any."""
+        parts = self._servers(kind)
+        ready = [part for part in parts if part.state is State.READY]
+        return (ready or parts)[0].url
 
     def _servers(self, *kinds: Kind) -> list[Part]:
         return [part for part in self.supervisor.parts if part.kind in kinds]
@@ -237,11 +240,15 @@ class Cluster:
     # scaling
 
     def _scale(self, kind: Kind, count: int) -> None:
-        """Starts servers of a kind, or drains those with the highest numbers.
+        """Starts servers of a kind, or drains some: those that are not ready, then
+        those with the highest numbers.
 
         Raises:
             ValueError, PlaceError: The servers cannot run here.
         """
+        kinds = self.settings.server_groups()
+        if kind not in kinds:
+            raise ValueError(f"this cluster has {' and '.join(kinds)} servers only")
         parts = [
             part
             for part in self._servers(kind)
@@ -265,10 +272,11 @@ class Cluster:
         print_line(f"scaling {kind} from {len(parts)} to {count} servers")
         for command in commands:
             self._add(command, is_added=True)
-        parts.sort(key=lambda part: part.index)
+        parts.sort(key=lambda part: (part.state is not State.READY, part.index))
         drain_until = time.monotonic() + self.settings.drain_timeout_s
         for part in parts[count:]:
             print_line(f"{part.name} finishes its requests and then ends")
+            part.is_leaving = True
             self._drain_deadlines[part] = drain_until
 
     # the proxy's members

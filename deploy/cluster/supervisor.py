@@ -14,6 +14,7 @@ cluster: it is removed, and `on_removed` is called with the reason.
 
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class Part:
         is_added: The cluster was already running when the part was added, and the part
             has not been ready yet.
         is_optional: The cluster continues without the part if it cannot be restarted.
+        is_leaving: The part is no longer needed: it drains, and is not restarted.
         was_ready: The part has been ready in any of its runs.
         run: Number of the current run. Events of earlier runs are ignored.
         ports: The ports of the last run that was ready.
@@ -87,6 +89,7 @@ class Part:
     budget: RestartBudget
     is_added: bool = False
     is_optional: bool = False
+    is_leaving: bool = False
     was_ready: bool = False
     run: int = 0
     process: PartProcess | None = None
@@ -113,6 +116,26 @@ class _PartEvent(NamedTuple):
     run: int
     kind: str
     value: Any
+
+
+class _FailedProcess:
+    """A run of a program that could not be started."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self.exited = threading.Event()
+        self.exited.set()
+        self.output_ended = threading.Event()
+        self.output_ended.set()
+
+    def signal(self, number: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    def reason(self) -> str:
+        return self._reason
 
 
 @dataclass(eq=False)
@@ -193,7 +216,9 @@ class Supervisor:
 
     def end_all(self) -> bool:
         """Ends all parts. Returns whether all ended without being killed."""
-        return lifecycle.terminate(self.processes(), self.grace_s)
+        # A second signal would kill a part that ends already.
+        ending = [part.process for part in self.parts if part.state is State.ENDING]
+        return lifecycle.terminate(self.processes(), self.grace_s, signalled=ending)
 
     def processes(self) -> list[PartProcess]:
         return [part.process for part in self.parts if part.process is not None]
@@ -220,10 +245,18 @@ class Supervisor:
         run = part.run
         # A second signal before the assignment does not kill this process, but the
         # process exits when the launcher exits.
-        part.process = part.place.spawn(
-            part.command(),
-            lambda kind, value: self._events.put(_PartEvent(part, run, kind, value)),
-        )
+        try:
+            part.process = part.place.spawn(
+                part.command(),
+                lambda kind, value: self._events.put(
+                    _PartEvent(part, run, kind, value)
+                ),
+            )
+        except (OSError, RuntimeError) as error:
+            # For example, this machine has no memory or no process left. The part has
+            # then ended like one that ends at once.
+            part.process = _FailedProcess(f"it could not be started: {error}")
+            self._events.put(_PartEvent(part, run, "exited", None))
 
     # waiting
 
@@ -353,7 +386,8 @@ class Supervisor:
             ClusterFailed: The part is not restarted, and the cluster needs it.
         """
         is_restarted = part.was_ready and part.budget.max_restarts > 0
-        may_end = part.is_added or part.is_optional or part.state is State.ENDING
+        may_end = part.is_added or part.is_optional or part.is_leaving
+        may_end = may_end or part.state is State.ENDING
         if not (is_restarted or may_end):
             raise ClusterFailed(f"{part.name}: {reason}")
         part.deadline = time.monotonic() + FAILURE_EXIT_S
@@ -366,7 +400,7 @@ class Supervisor:
         """
         assert part.process is not None
         reason = part.process.reason()
-        if part.state is State.ENDING:
+        if part.state is State.ENDING or part.is_leaving:
             self._remove(part, "")
             return
         if part.is_added or (part.is_optional and not part.was_ready):

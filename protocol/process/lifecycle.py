@@ -26,7 +26,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
@@ -295,18 +302,26 @@ def _deliver(on_event: Callable[[Event], None], event: Event) -> None:
 
 
 def terminate(
-    children: Iterable[Terminable], grace_s: float, number: int = signal.SIGTERM
+    children: Iterable[Terminable],
+    grace_s: float,
+    number: int = signal.SIGTERM,
+    *,
+    signalled: Collection[Terminable | None] = (),
 ) -> bool:
     """Ends all children: sends the signal `number`, and after `grace_s` SIGKILL.
 
     When the function returns, all children have ended and are reaped.
+
+    Args:
+        signalled: Children that have already got the signal.
 
     Returns:
         Whether all children ended without SIGKILL.
     """
     running = [child for child in children if not child.exited.is_set()]
     for child in running:
-        child.signal(number)
+        if child not in signalled:
+            child.signal(number)
     deadline = time.monotonic() + grace_s
     remaining = [child for child in running if not _wait_for_exit(child, deadline)]
     for child in remaining:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from deploy import local
+from deploy.cluster.cluster import Cluster
 from deploy.cluster.places import LocalPlace, OnEvent, PlaceError
 from deploy.cluster.restarts import RestartBudget
-from deploy.cluster.supervisor import State, Supervisor
+from deploy.cluster.supervisor import Part, State, Supervisor
 from deploy.commands import Command
-from protocol.settings.settings import UpSettings, load
+from protocol.settings.settings import ServeSettings, UpSettings, load
 from protocol.settings.sources import ConfigError
 from tests.rigs.cluster import wait_until
 from tests.rigs.launcher import get, has_ended, launched, query_processes
@@ -202,9 +203,10 @@ class StillProcess:
     def __init__(self) -> None:
         self.exited = threading.Event()
         self.output_ended = threading.Event()
+        self.signals: list[int] = []
 
     def signal(self, number: int) -> None:
-        pass
+        self.signals.append(number)
 
     def kill(self) -> None:
         self.exited.set()
@@ -230,6 +232,86 @@ def test_end_of_a_removed_part_is_not_an_end_of_the_cluster():
     supervisor.take_event(0)
     assert supervisor.parts == []
     assert part.state is not State.BACKING_OFF
+
+
+def make_supervisor(max_restarts: int = 5) -> Supervisor:
+    return Supervisor(
+        max_restarts=max_restarts, restart_window_s=60, start_timeout_s=60, grace_s=0
+    )
+
+
+def add_ready_part(supervisor: Supervisor, place: StillPlace) -> Part:
+    command = Command("decode-1", "decode", argv=())
+    part = supervisor.add("decode-1", "decode", lambda: command, place)
+    place.process.send("ready", {"port": 1})
+    supervisor.take_event(0)
+    return part
+
+
+def end(supervisor: Supervisor, place: StillPlace) -> None:
+    place.process.exited.set()
+    place.process.output_ended.set()
+    place.process.send("exited", None)
+    supervisor.take_event(0)
+
+
+class FullPlace(StillPlace):
+    """A place that has no process left for further runs."""
+
+    def spawn(self, command: Command, on_event: OnEvent) -> Any:
+        if self.process.exited.is_set():
+            raise BlockingIOError("no process is left")
+        return super().spawn(command, on_event)
+
+
+def test_restart_that_cannot_be_started_is_tried_again_later():
+    supervisor = make_supervisor()
+    place = FullPlace()
+    part = add_ready_part(supervisor, place)
+    end(supervisor, place)
+    assert part.state is State.BACKING_OFF
+    part.deadline = 0.0  # the back-off is over
+    supervisor.take_event(0)
+    supervisor.take_event(0)
+    assert part.state is State.BACKING_OFF
+    assert part.last_words == "it could not be started: no process is left"
+    assert part.budget.num_restarts == 2
+
+
+def test_added_part_that_cannot_be_started_is_removed_with_the_reason():
+    supervisor = make_supervisor()
+    reasons: list[str] = []
+    supervisor.on_removed = lambda _part, reason: reasons.append(reason)
+    place = FullPlace()
+    place.process.exited.set()
+    command = Command("decode-1", "decode", argv=())
+    supervisor.add("decode-1", "decode", lambda: command, place, is_added=True)
+    supervisor.take_event(0)
+    assert reasons == ["it could not be started: no process is left"]
+
+
+def test_server_that_ends_while_it_is_drained_does_not_end_the_cluster():
+    supervisor = make_supervisor(max_restarts=0)
+    place = StillPlace()
+    add_ready_part(supervisor, place).is_leaving = True
+    end(supervisor, place)
+    assert supervisor.parts == []
+
+
+def test_server_that_ends_already_gets_no_second_signal():
+    """A second signal would kill it."""
+    supervisor = make_supervisor()
+    place = StillPlace()
+    part = add_ready_part(supervisor, place)
+    supervisor.retire(part)
+    supervisor.end_all()
+    assert place.process.signals == [signal.SIGTERM]
+
+
+def test_scaling_servers_that_the_cluster_does_not_have_is_refused():
+    cluster = Cluster(load(ServeSettings, []), LocalPlace())
+    cluster._on_request({"id": "x", "role": "prefill", "count": 1})
+    assert cluster._problem == "this cluster has decode servers only"
 
 
 def test_optional_part_that_hangs_is_ended_while_the_others_have_time(monkeypatch):

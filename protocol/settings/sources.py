@@ -24,6 +24,26 @@ ENV_PREFIX = "BATON_"
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # Variables about this machine. They are not options, and child processes inherit them.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
+# The options of `baton chat`, `baton doctor`, `baton files` and `baton scale` that no
+# server has. Their settings are in deploy/, which this package must not import.
+TOOL_VARIABLES = frozenset(
+    {
+        "BATON_DIR",
+        "BATON_FORCE",
+        "BATON_JSON",
+        "BATON_LIMIT_S",
+        "BATON_MAX_PAIRS",
+        "BATON_MAX_TOKENS",
+        "BATON_MEASURE",
+        "BATON_NBYTES",
+        "BATON_SYSTEM",
+        "BATON_TARGET",
+        "BATON_TEMPERATURE",
+        "BATON_TIMEOUT_S",
+        "BATON_URL",
+        "BATON_URLS",
+    }
+)
 MACHINE_PREFIX = "BATON_TEST_"  # all variables with this prefix are about the machine
 DNS_SCHEME = "dns+"  # prefix of a URL that stands for all addresses of its host name
 # Kubernetes sets BATON_PORT=tcp://10.96.0.10:80 for a Service named "baton".
@@ -162,6 +182,7 @@ def check_environment(
         for program in (cls, *programs)
         for path in field_paths(program)
     }
+    valid_names |= TOOL_VARIABLES
     for name in _other_variables(valid_names):
         hint = suggestion(name, valid_names | MACHINE_VARIABLES)
         raise ConfigError(f"unknown environment variable {name}{hint}")

@@ -7,6 +7,18 @@ from pathlib import Path
 import pytest
 
 from deploy import cli
+from deploy.chat.program import ChatSettings
+from deploy.doctor import DoctorSettings
+from deploy.files import FilesSettings
+from deploy.models import ModelsSettings
+from deploy.scale import ScaleSettings
+from protocol.settings.settings import PROGRAMS, ServeSettings, load
+from protocol.settings.sources import (
+    TOOL_VARIABLES,
+    ConfigError,
+    field_paths,
+    variable_name,
+)
 from protocol.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,3 +92,22 @@ def test_closed_standard_streams_change_nothing_for_children(closed):
     )
     argv = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
     assert subprocess.run(argv, cwd=ROOT, timeout=60).returncode == 0
+
+
+TOOLS = [ChatSettings, DoctorSettings, FilesSettings, ModelsSettings, ScaleSettings]
+
+
+def test_servers_accept_the_variables_of_all_tools(monkeypatch):
+    """One environment may be that of several programs."""
+    names = {variable_name(path) for tool in TOOLS for path in field_paths(tool)}
+    programs = {
+        variable_name(path)
+        for program in PROGRAMS.values()
+        for path in field_paths(program)
+    }
+    assert names - programs == TOOL_VARIABLES
+    monkeypatch.setenv("BATON_URL", "http://gpu-host:8000")
+    load(ServeSettings, [])
+    monkeypatch.setenv("BATON_URI", "http://gpu-host:8000")
+    with pytest.raises(ConfigError, match=r"BATON_URI \(did you mean .*BATON_URL"):
+        load(ServeSettings, [])

@@ -18,6 +18,8 @@ from engine.text.tool_calls.registry import FORCED_CALL_FORMATS, MODEL_FORMATS
 from engine.text.tool_formats import tool_syntax
 from protocol.openai.tools import Tools
 
+_MAX_PIECE_CHARS = 1024  # longer text is read in pieces
+
 
 def create_tool_parser(
     tools: Tools,
@@ -79,9 +81,16 @@ class ToolParser:
 
     def feed(self, text: str) -> Parsed:
         """Return the content and the pieces of calls that `text` adds to the answer."""
-        self._answer.parsed = Parsed()
-        self._reader.send(text)
-        return self._visible_part()
+        # The time to read a piece grows with the square of its length.
+        contents = []
+        calls = []
+        for start in range(0, max(len(text), 1), _MAX_PIECE_CHARS):
+            self._answer.parsed = Parsed()
+            self._reader.send(text[start : start + _MAX_PIECE_CHARS])
+            visible = self._visible_part()
+            contents.append(visible.content)
+            calls += visible.calls
+        return Parsed("".join(contents), calls)
 
     def finish(self) -> Parsed:
         """Return what the text held back adds to the answer, which has ended.

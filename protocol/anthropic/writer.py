@@ -158,12 +158,14 @@ class MessagesWriter(ResponseWriter):
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
         """Adds a piece to the blocks, and yields its events."""
+        for call in piece.tool_calls[: piece.num_continuing]:
+            yield from self._add_text(_TOOL_USE, call.arguments, call)
         if piece.reasoning:
             text = piece.reasoning if self._chat.shows_thinking else ""
             yield from self._add_text(_THINKING, text)
         if piece.text:
             yield from self._add_text(_TEXT, piece.text)
-        for call in piece.tool_calls:
+        for call in piece.tool_calls[piece.num_continuing :]:
             yield from self._add_text(_TOOL_USE, call.arguments, call)
 
     def _add_text(

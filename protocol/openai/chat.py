@@ -24,7 +24,20 @@ from protocol.openai.tools import OfferedTools, ToolChoice, Tools, read_tools
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 # Variables that the server sets for a chat template. A client must not replace them.
-_RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+_RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    # Templates write some special tokens after each turn.
+    "bos_token",
+    "cls_token",
+    "eos_token",
+    "mask_token",
+    "pad_token",
+    "sep_token",
+    "unk_token",
+)
 
 
 class TextPart(Strict):

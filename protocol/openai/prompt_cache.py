@@ -63,6 +63,9 @@ class KVHintAction(Strict):
     payload: dict[str, Any] = Field(description="an object")
 
 
+MAX_KV_ACTIONS = 1024
+
+
 class KVHintsEnvelope(Strict):
     """The hints that routers such as Dynamo add to requests, in vLLM's format.
 
@@ -74,7 +77,10 @@ class KVHintsEnvelope(Strict):
 
     protocol_version: str = Field(description="a string")
     message_id: str = Field(description="a string")
-    actions: list[KVHintAction] = Field(description="a list of actions")
+    actions: Annotated[
+        list[KVHintAction],
+        Field(fail_fast=True, max_length=MAX_KV_ACTIONS),
+    ] = Field(description=f"a list of at most {MAX_KV_ACTIONS} actions")
 
 
 KVHints = Annotated[

@@ -84,6 +84,15 @@ class ChoicePiece(msgspec.Struct):
     def has_content(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls)
 
+    @property
+    def num_continuing(self) -> int:
+        """How many of the first `tool_calls` continue a call that began in an earlier
+        piece. They precede `text`."""
+        for number, call in enumerate(self.tool_calls):
+            if call.name is not None:
+                return number
+        return len(self.tool_calls)
+
     def extend(self, other: "ChoicePiece") -> None:
         """Appends the next piece of the choice to this piece."""
         self.text += other.text

@@ -194,6 +194,8 @@ class ResponsesWriter(ResponseWriter):
 
     def _write(self, piece: ChoicePiece) -> Iterator[bytes]:
         """Adds a piece to the items, and yields its events."""
+        for call in piece.tool_calls[: piece.num_continuing]:
+            yield from self._add_text(_CALL, call.arguments, call)
         if piece.reasoning:
             self._pending_logprobs.clear()  # of whitespace before the reasoning
             yield from self._add_text(_REASONING, piece.reasoning)
@@ -202,7 +204,7 @@ class ResponsesWriter(ResponseWriter):
         )
         if piece.text:
             yield from self._add_text(_MESSAGE, piece.text)
-        for call in piece.tool_calls:
+        for call in piece.tool_calls[piece.num_continuing :]:
             self._pending_logprobs.clear()
             yield from self._add_text(_CALL, call.arguments, call)
 

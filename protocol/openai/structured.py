@@ -37,7 +37,9 @@ def _schema_grammar(schema: dict[str, Any] | str) -> Grammar:
     value = exact_json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):
         raise ValueError("the schema is not a JSON object")
-    return Grammar("json_schema", exact_json.dumps(value))
+    text = exact_json.dumps(value)
+    text.encode()  # raises an error for a lone surrogate
+    return Grammar("json_schema", text)
 
 
 _Text = Annotated[str, Field(min_length=1)]

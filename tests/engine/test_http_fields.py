@@ -82,6 +82,8 @@ TABLE: list[tuple[tuple[str, ...], dict[str, Any], Any]] = [
     (ALL_PATHS, {"kv_hints": HINTS}, IGNORED),
     (ALL_PATHS, {"kv_hints": {"actions": []}},
      "`kv_hints.protocol_version` is missing; it must be a string."),
+    (ALL_PATHS, {"kv_hints": {**HINTS, "actions": [1] * 5000}},
+     "`kv_hints.actions[0]` is 1; it must be an object with"),
     (ALL_PATHS, {"kv_hints": {**HINTS, "actions": [{"action_id": 7}]}},
      "`kv_hints.actions[0].action_id` is 7; it must be a string."),
     (ALL_PATHS, {"cache_salt": "a"}, lambda _, add: len(add.cache_salt) == 32),

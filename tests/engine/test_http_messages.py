@@ -106,6 +106,27 @@ async def test_client_reads_the_same_blocks_with_and_without_a_stream(
     assert all(a < b for a, b in zip(starts, stops, strict=True))
 
 
+async def test_call_that_ends_in_the_same_piece_as_text_stays_one_call(tokenizer):
+    """Only the end of the answer shows that the parameter has ended before the text."""
+    text = "<tool_call><function=add><parameter=a>1</tool_call>\nso"
+    script = text_script(tokenizer, text, finish_reason="stop")
+    request = {**REQUEST, "tools": [TOOL]}
+    tool = {"type": "function", "name": "add", "parameters": TOOL["input_schema"]}
+    async with (
+        serving_4k(tokenizer, script, tool_call_parser="qwen3_coder") as server,
+        client_of(server) as client,
+    ):
+        complete = await client.messages.create(**request)
+        async with client.messages.stream(**request) as stream:
+            streamed = await stream.get_final_message()
+        body = {"model": "m", "input": "1 + 1?", "tools": [tool]}
+        response = await server.http.post("/v1/responses", json=body)
+    assert shown(complete) == shown(streamed) == ['tool_use:{"a": 1}', "text:\nso"]
+    call, message = response.json()["output"]
+    assert (call["name"], json.loads(call["arguments"])) == ("add", {"a": 1})
+    assert message["content"][0]["text"] == "\nso"
+
+
 async def test_response_matches_the_clients_type(tokenizer):
     async with serving_4k(tokenizer, text_script(tokenizer, "Hi.")) as server:
         response = await server.http.post("/v1/messages?beta=true", json=REQUEST)

@@ -399,6 +399,9 @@ def test_error_about_a_mistake_names_the_field(parse, fields, param):
          "are both true"),
         (chat, {"chat_template_kwargs": {"messages": []}},
          "`chat_template_kwargs` sets `messages"),
+        (chat, {"chat_template_kwargs": {"eos_token": "x" * 9}},
+         "`chat_template_kwargs` sets `eos_token"),
+        (completion, {"guided_json": '{"const": "\\ud800"}'}, "`guided_json`"),
         # Options that would have no effect:
         *((parse, {"stream_options": {}, **more}, "needs `stream`: true")
           for parse in (completion, chat, responses)

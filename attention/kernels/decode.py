@@ -136,17 +136,11 @@ _store_heads: Any = triton.jit(_store_result)
 
 
 def _mask_scores(  # type: ignore[no-untyped-def]
-    scores, live, token, length, soft_cap, window,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-):  # fmt: skip
-    """Applies the soft cap to a tile's scores and masks tokens outside of the window.
-
-    `live` marks the tokens of the tile that are in the piece. The tile's other tokens
-    are masked, too.
-    """
+    scores, seen, soft_cap, CAPPED: tl.constexpr
+):
+    """Applies the soft cap to a tile's scores and masks tokens that are not `seen`."""
     if CAPPED:  # tanh(x) == 2 * sigmoid(2 * x) - 1
         scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap
-    seen = live & (token >= length - window) if WINDOWED else live
     return tl.where(seen[:, None], scores, -1e30)
 
 
@@ -187,20 +181,20 @@ def _attend(  # type: ignore[no-untyped-def]
     for start in range(begin, end, TILE):
         token = start + tile
         live = token < end
+        seen = live & (token >= length - window) if WINDOWED else live
         offset = start % PAGE + tile if PAGE % TILE == 0 else token % PAGE
         head_start = block.to(tl.int64) * cache_block + kv_head * cache_head
         token_offsets = head_start + offset * cache_token
         element_offsets = token_offsets[:, None] + column[None, :]
         key = tl.load(keys + element_offsets, mask=live[:, None], other=0.0)
         scores = tl.dot(key.to(query.dtype), query) * factor
-        scores = _masked(
-            scores, live, token, length, soft_cap, window, CAPPED, WINDOWED
-        )
+        scores = _masked(scores, seen, soft_cap, CAPPED)
         new_top = tl.maximum(top, tl.max(scores, 0))
         weights = tl.exp2(scores - new_top[None, :])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 0)
-        value = tl.load(values + element_offsets, mask=live[:, None], other=0.0)
+        # A pulled block may have no finite values before the window.
+        value = tl.load(values + element_offsets, mask=seen[:, None], other=0.0)
         if FP8:
             value = _values_to_float16(value)
         acc = tl.dot(tl.trans(value), weights.to(value.dtype), acc * decay[None, :])

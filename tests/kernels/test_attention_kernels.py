@@ -138,6 +138,25 @@ def test_single_tokens_equal_plain_attention(problem):
     assert_same_bytes(backend.pool, torch_backend.pool)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_kv_before_the_window_is_not_used(is_fp8):
+    """A pull brings no KV before the window, and the first block may have been that of
+    a request with values that are not finite."""
+    window = 30
+    kv = {} if is_fp8 else {"kv_dtype": "", "scales": ()}
+    shape = fp8_shape(layers=(LayerAttention(AttentionKind(window)),) * 2, **kv)
+    lens = [130, 65, 400, 7]
+    seqs = plain.make_sequences(shape, lens)
+    backend = backend_after_prompts(shape, seqs, lens)
+    for seq, length in enumerate(lens):
+        if length > window:
+            before = plain.make_batch(shape, seqs, [(seq, 0, length - window)])
+            for slot in before.slot_mapping.tolist():
+                block, offset = divmod(slot, shape.block_size)
+                backend.pool.canonical[block, :, :, :, offset] = float("nan")
+    plain.check_step(backend, shape, seqs, last_tokens(lens), tolerance=4e-3)
+
+
 @pytest.mark.parametrize("window", [None, 30])
 def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
     """The launches are recorded and repeated with the captured tensors, as in a CUDA

@@ -256,12 +256,12 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
     if config.device != "cuda":
         return torch.device(config.device)
     check_devices(config)
-    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        raise ValueError(
-            "PYTORCH_CUDA_ALLOC_CONF requests expandable segments, which other "
-            "processes cannot map, so they could not pull KV from this server: unset "
-            "PYTORCH_CUDA_ALLOC_CONF"
-        )
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            raise ValueError(
+                f"{name} requests expandable segments, which other processes cannot "
+                f"map, so they could not pull KV from this server: unset {name}"
+            )
     device = torch.device("cuda", config.device_of(rank))
     torch.cuda.set_device(device)
     # Steps have a higher priority than the pulls of this process, which use streams of

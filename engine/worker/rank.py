@@ -61,6 +61,9 @@ class Rank:
         parallel = connect_ranks(config, rank, links)
         self.runner = ModelRunner(config, model_config, parallel, report)
         self.draft = load_draft(self.runner, report)
+        # The first collective waits one minute for rank 0. One node may take minutes
+        # longer than another to compile kernels and to read the weights.
+        links.agree(0, int, max)
         self._number = rank
         self._node_ranks = config.node_ranks
         self._has_other_nodes = config.nnodes > 1

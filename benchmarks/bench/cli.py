@@ -46,8 +46,8 @@ class _Parser(argparse.ArgumentParser):
             if word in SUBCOMMANDS:
                 break
             name = word.partition("=")[0]
-            is_known = any(known.startswith(name) for known in names)
-            if name.startswith("--") and not is_known:
+            is_prefix = any(option.startswith(name) for option in names)
+            if name.startswith("--") and not is_prefix:
                 self.error(f"unknown option {name}{suggestion(name, names)}")
         return super().parse_known_args(args, namespace)
 

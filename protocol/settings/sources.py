@@ -24,8 +24,7 @@ ENV_PREFIX = "BATON_"
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # Variables about this machine. They are not options, and child processes inherit them.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
-# The options of `baton chat`, `baton doctor`, `baton files` and `baton scale` that no
-# server has. Their settings are in deploy/, which this package must not import.
+# Options of tools such as `baton chat` that no server has. Their settings are in deploy/.
 TOOL_VARIABLES = frozenset(
     {
         "BATON_DIR",

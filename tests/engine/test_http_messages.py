@@ -110,14 +110,13 @@ async def test_call_that_ends_in_the_same_piece_as_text_stays_one_call(tokenizer
     """Only the end of the answer shows that the parameter has ended before the text."""
     text = "<tool_call><function=add><parameter=a>1</tool_call>\nso"
     script = text_script(tokenizer, text, finish_reason="stop")
-    request = {**REQUEST, "tools": [TOOL]}
     tool = {"type": "function", "name": "add", "parameters": TOOL["input_schema"]}
     async with (
         serving_4k(tokenizer, script, tool_call_parser="qwen3_coder") as server,
         client_of(server) as client,
     ):
-        complete = await client.messages.create(**request)
-        async with client.messages.stream(**request) as stream:
+        complete = await client.messages.create(**REQUEST, tools=[TOOL])
+        async with client.messages.stream(**REQUEST, tools=[TOOL]) as stream:
             streamed = await stream.get_final_message()
         body = {"model": "m", "input": "1 + 1?", "tools": [tool]}
         response = await server.http.post("/v1/responses", json=body)

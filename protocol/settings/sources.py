@@ -24,7 +24,7 @@ ENV_PREFIX = "BATON_"
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # Variables about this machine. They are not options, and child processes inherit them.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
-# Options of tools such as `baton chat` that no server has. Their settings are in deploy/.
+# Options that only tools such as `baton chat` have, whose settings are in deploy/.
 TOOL_VARIABLES = frozenset(
     {
         "BATON_DIR",

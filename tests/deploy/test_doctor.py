@@ -92,7 +92,7 @@ def test_both_paths_between_processes_of_this_machine_are_measured(capsys):
     report = json.loads(capsys.readouterr().out)
     assert [link["path"] for link in report["links"]] == ["mapped", "nixl"]
     assert all(link["bytes_per_s"] > 0 for link in report["links"]), report["links"]
-    transport = report["links"][1]["way"]["transport"]
+    transport = report["links"][1]["ucx_read"]["transport"]
     assert transport.startswith(("cma/", "sysv/", "posix/")), transport
 
 

@@ -20,8 +20,8 @@ _KV_BYTES_COUNTER = "baton_kv_transfer_bytes_total"
 
 
 def parse_samples(text: str, kind: str) -> dict[str, float]:
-    """Return the samples of a page of metrics; series that differ
-    only in labels are summed.
+    """Return the samples of a page of metrics. Series that differ only in labels are
+    summed.
 
     Args:
         kind: the type of the metrics, such as "counter" or "gauge".

@@ -158,9 +158,8 @@ def test_grammar_does_not_keep_steps_from_being_launched_ahead(compiler):
     assert (executor.num_steps, executor.num_steps_ahead) == (20, 19)
 
 
-def test_request_gets_one_error_if_the_masks_of_two_choices_are_late(
-    compiler, monkeypatch
-):
+def delay_masks(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Makes masks after the third token wait for the event that this returns."""
     unblock = threading.Event()
     compute = GrammarState._compute_mask
 
@@ -169,6 +168,13 @@ def test_request_gets_one_error_if_the_masks_of_two_choices_are_late(
         compute(state)
 
     monkeypatch.setattr(GrammarState, "_compute_mask", compute_late)
+    return unblock
+
+
+def test_request_gets_one_error_if_the_masks_of_two_choices_are_late(
+    compiler, monkeypatch
+):
+    unblock = delay_masks(monkeypatch)
     monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 0.001)
     core, out = make_core_with(compiler, 0, WORDS)
     core.grammars.timeout_s = 0.0
@@ -186,14 +192,7 @@ def test_request_that_waits_too_long_for_a_mask_fails_without_the_others(
 ):
     """A step waits for a mask for a limited time, and not at all if the grammar is
     slow."""
-    unblock = threading.Event()
-    compute = GrammarState._compute_mask
-
-    def compute_late(state: GrammarState) -> None:
-        assert state._num_consumed < 3 or unblock.wait(60.0)
-        compute(state)
-
-    monkeypatch.setattr(GrammarState, "_compute_mask", compute_late)
+    unblock = delay_masks(monkeypatch)
     monkeypatch.setattr(core_grammar, "_MAX_MASK_WAIT_S", 60.0 if is_slow else 0.001)
     if is_slow:
         monkeypatch.setattr(engine.text.grammar, "_SLOW_MASK_S", -1.0)

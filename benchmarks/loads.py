@@ -25,8 +25,8 @@ class Request:
         session: number of the session in a trace.
         uncomputed_tokens: tokens of the prompt that a server still has to compute.
         on_decode_server: whether a decode server computes the prompt.
-        overtaken_tokens: tokens of shorter prompts that came later, but were queued
-            before this prompt.
+        overtaken_tokens: tokens of shorter prompts that arrived later, but were placed
+            ahead of this prompt in the queue.
     """
 
     arrival_s: float

@@ -92,8 +92,8 @@ class Measured:
         return self.predicted.goodput / self.goodput - 1
 
     def ties_with(self, other: "Measured") -> bool:
-        """Whether the difference is within what runs of one deployment differ by: the
-        ranges of the two goodputs overlap.
+        """Whether the goodput ranges of the two deployments overlap. If so, their
+        difference may be the variation between runs.
         """
         return (
             self.goodputs[0] <= other.goodputs[-1]

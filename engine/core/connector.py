@@ -20,7 +20,7 @@ class CoreServices(Protocol):
 
     def enqueue(self, sequence: Sequence) -> None:
         """Gives the sequence to the scheduler, once its grammar is compiled. Must not
-        be called again before that was taken back."""
+        be called again until the sequence waits for neither of them any more."""
 
     def accept_first_tokens(self, sequence: Sequence) -> None:
         """Handles first tokens that another server has drawn. Called while the sequence

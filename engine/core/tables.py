@@ -154,8 +154,8 @@ class BlockTables:
         may continue from the KV of this sequence. Blocks in the windows before that
         position are still needed.
 
-        Choices that fork compute the prompt's last block themselves. A borrower of
-        leased blocks may do so as well, and its blocks may be larger than ours.
+        If a request has several choices, each computes the last block of the prompt
+        itself. So does a borrower of its leased blocks, whose blocks may be larger.
         """
         if not self._groups.drops_blocks:
             return max(0, num_tokens)

@@ -116,7 +116,7 @@ class PromptGeneration:
         self._logprobs += logprobs
 
     def record_usage(self, delta: TokenDelta) -> TokenDelta:
-        """Store the usage of the first choice's first or last delta; return the delta.
+        """Store the usage of a delta of the first choice, and return the delta.
 
         In a response that resumed at this server, the usage of the last delta is not
         stored, and the returned delta has the number of cached tokens of the first

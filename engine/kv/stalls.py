@@ -126,8 +126,8 @@ class QuarantineTimer:
         num_quarantined = scheduler.allocator.num_quarantined
         capacity = scheduler.allocator.capacity
         return (
-            "this request needs more KV blocks than are left, because "
-            f"{num_quarantined} of {capacity} blocks have been held for more than "
-            f"{self._timeout_s:g} s by pulls from a prefill server that does not "
-            "respond; check that server, or raise --quarantine-timeout-s"
+            f"this request has waited more than {self._timeout_s:g} s for KV blocks, "
+            f"because {num_quarantined} of {capacity} blocks are held by pulls from a "
+            "prefill server that does not respond; check that server, or raise "
+            "--quarantine-timeout-s"
         )

@@ -109,8 +109,8 @@ class Speculator:
             elif not sequence.num_launched:
                 candidates.append(sequence)
         proposals = self._proposals(candidates, num_decoding)
-        # The buffers of the ranks have a limited number of rows for proposals, and no
-        # sequence that decodes must wait for the proposals of another.
+        # The buffers of the ranks have a limited number of rows for proposals. And
+        # proposals must not take the place of another decoding sequence's own token.
         num_left = min(
             self._limits.max_proposals,
             self._limits.max_num_batched_tokens - num_decoding,

@@ -48,7 +48,7 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
         raise ValueError("a mean needs at least one value")
     length = block_length(count)
     num_blocks = -(-count // length)
-    # Sums of all blocks, by their first value.
+    # sums[i] is the sum of the block that begins at index i.
     wrapped = np.concatenate([array, array[: length - 1]]) if length > 1 else array
     sums = np.convolve(wrapped, np.ones(length), mode="valid")
     rng = np.random.default_rng(seed)

@@ -1,9 +1,9 @@
 """Proposes the tokens that an MTP layer or an EAGLE-3 drafter draws.
 
 Such a drafter has one layer. Its row of position p reads token p + 1 and the hidden
-state of position p in the engine's model, and predicts token p + 2. Tokens are drawn as
-those of a draft model are (model_drafter.py), and KV is where that of a draft model is
-(draft_kv.py).
+state of position p in the engine's model, and predicts token p + 2. It draws
+tokens in the same way as a draft model (model_drafter.py), and stores its KV in the
+same place (draft_kv.py).
 
 - Every step of the engine's model stores the states of its last rows in slots of the
   ranks' tables (StateTableSizes). A sequence has `slots_per_sequence` of them, and

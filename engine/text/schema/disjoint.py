@@ -153,7 +153,7 @@ class Disjointness:
         return admits(schema, value) is not False
 
     def _properties_exclude(self, one: Schema, other: Schema, depth: int) -> bool:
-        """Whether `one` requires a property that has no value for both schemas."""
+        """Whether `one` requires a property for which no value fits both schemas."""
         if types_of(one) != {"object"} or types_of(other) != {"object"}:
             return False
         return any(

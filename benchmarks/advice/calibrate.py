@@ -10,7 +10,8 @@ With complete servers:
 2. Prompts of several lengths on one idle server.
 3. Requests of one server at a time: the processor time outside of its engine.
 4. Streams and prompts on several servers at the same time: how much the servers slow
-   each other down.
+   each other down. On a GPU also prompts on some servers and streams on the others,
+   because a GPU does not divide its time equally between the two.
 5. Loads that saturate all servers (saturation.py).
 
 With each split into prefill and decode servers:
@@ -37,6 +38,7 @@ from benchmarks.advice.fit import (
     PromptSample,
     fit_decode,
     fit_deliveries,
+    fit_mixed_slowdowns,
     fit_prompts,
     fit_slowdowns,
 )
@@ -150,6 +152,7 @@ async def _measure(
             measurements, singles[0], step_tokens, shares_processors=shares_processors
         )
         times = await _with_slowdowns(times, measurements, singles)
+        times = await _with_mixed_slowdowns(times, measurements, singles)
         return times, max_model_len, await measurements.probe_s(singles[0])
 
 
@@ -213,6 +216,32 @@ async def _with_slowdowns(
         times,
         decode_slowdown=fit_slowdowns(decode_s, decode_work_s),
         prompt_slowdown=fit_slowdowns(prompt_s, prompt_work_s),
+    )
+
+
+async def _with_mixed_slowdowns(
+    times: EngineTimes, measurements: Measurements, singles: Sequence[Client]
+) -> EngineTimes:
+    """Measure how much streams and prompts of different servers slow each other down.
+
+    It is measured on a GPU only. On a CPU, all tasks count alike, and the corrections
+    of saturated servers (saturation.py) contain the difference.
+    """
+    if times.shares_processors:
+        return times
+    decode_s = []
+    prompt_s = []
+    for count in range(2, len(singles) + 1):
+        others = singles[1:count]
+        decode_s.append(await measurements.mixed_decode_s(singles[0], others))
+        prompt_s.append(await measurements.mixed_prompt_s(singles[0], others))
+    first = singles[:1]
+    decode_alone_s = await measurements.decode_s(first, SHARED_STREAMS, SHORT_PROMPT)
+    prompt_alone_s = await measurements.shared_prompt_s(first)
+    return replace(
+        times,
+        mixed_decode_slowdown=fit_mixed_slowdowns(decode_s, decode_alone_s),
+        mixed_prompt_slowdown=fit_mixed_slowdowns(prompt_s, prompt_alone_s),
     )
 
 

@@ -12,6 +12,7 @@ from benchmarks.simulation.contention import slowdown
 from benchmarks.simulation.times import EngineTimes
 
 _POSITIVE_TIMES = ("step_s", "token_s")
+_OPTIONAL = ("mixed_decode_slowdown", "mixed_prompt_slowdown")
 _COUNTS = ("capacity", "max_streams", "step_tokens", "block_tokens")
 
 
@@ -111,7 +112,19 @@ class HostConstants:
             f"{self.num_servers} busy servers: decode "
             f"{slowdown(times.decode_slowdown, self.num_servers):.2f}, prompts "
             f"{slowdown(times.prompt_slowdown, self.num_servers):.2f}"
+            f"{self._describe_mixed_slowdowns()}"
             f"{self._describe_corrections()}"
+        )
+
+    def _describe_mixed_slowdowns(self) -> str:
+        times = self.times
+        if not (times.mixed_decode_slowdown and times.mixed_prompt_slowdown):
+            return ""
+        return (
+            "; decode while the other servers compute prompts "
+            f"{slowdown(times.mixed_decode_slowdown, self.num_servers):.2f}, prompts "
+            "while they decode "
+            f"{slowdown(times.mixed_prompt_slowdown, self.num_servers):.2f}"
         )
 
     def _describe_corrections(self) -> str:
@@ -157,6 +170,8 @@ def _check(path: Path, constants: HostConstants) -> None:
     times = constants.times
     for name, value in asdict(times).items():
         values = value if isinstance(value, tuple | list) else [value]
+        if not values and name in _OPTIONAL:
+            continue
         if not values or not all(0 <= number < math.inf for number in values):
             raise BenchError(f"{path}: times.{name} {value} must be from 0")
     for name in (*_POSITIVE_TIMES, *_COUNTS):
@@ -165,6 +180,6 @@ def _check(path: Path, constants: HostConstants) -> None:
     for name, correction in constants.corrections.items():
         if not all(0 < factor < math.inf for factor in asdict(correction).values()):
             raise BenchError(f"{path}: corrections.{name} must be above 0")
-    for name in ("decode_slowdown", "prompt_slowdown"):
-        if min(getattr(times, name)) < 1:
+    for name in ("decode_slowdown", "prompt_slowdown", *_OPTIONAL):
+        if min(getattr(times, name), default=1.0) < 1:
             raise BenchError(f"{path}: times.{name} must be at least 1")

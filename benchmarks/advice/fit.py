@@ -128,6 +128,21 @@ def fit_slowdowns(seconds: Sequence[float], work_s: float) -> tuple[float, ...]:
     )
 
 
+def fit_mixed_slowdowns(seconds: Sequence[float], alone_s: float) -> tuple[float, ...]:
+    """Return how much 0, 1, 2, .. tasks of another kind slow a task down.
+
+    The factors have no upper limit: a device may give most of its time to one kind.
+
+    Args:
+        seconds: durations of the task while 1, 2, .. servers do the other kind of work.
+        alone_s: duration of the task while the other servers are idle.
+    """
+    factors = [1.0]
+    for value in seconds:
+        factors.append(max(round(value / alone_s, 4), factors[-1]))
+    return tuple(factors)
+
+
 def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the coefficients with the least relative squares, none of them negative.
 

@@ -1,6 +1,7 @@
 """Single measurements with real servers: steps, prompts, hand-overs, processor time."""
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from benchmarks.advice.client import Client, ClosedLoop, probe_s
 from benchmarks.advice.processors import typical_s
 from benchmarks.advice.saturation import USUAL_STEP_TOKENS
+from benchmarks.bench.endpoint import Timeline
 from benchmarks.bench.errors import BenchError
 
 SHORT_PROMPT = 16
@@ -18,6 +20,9 @@ _SHARED_PROMPT = 256
 _PROMPTS_IN_FLIGHT = 2  # of each server, so that its engine does not wait for requests
 _SHARED_PROMPTS = 8  # of each server
 _DECODE_TOKENS = 32
+# Length of the answers of streams while other servers compute prompts: several prompts
+# take less time than such an answer.
+_MIXED_TOKENS = 160
 # Lengths of prompts where a step has 512 prompt tokens, as on a CPU. If steps are
 # larger by a factor, as on a GPU, prompts are longer by this factor.
 _PROMPT_LENGTHS = (32, 128, 512, 1536)
@@ -87,19 +92,7 @@ class Measurements:
             for client in clients
             for _ in range(streams)
         ]
-        timelines = await asyncio.gather(*requests)
-        # All tokens of a short answer may arrive in one event.
-        begin = max(timeline.token_at[:2][-1] for timeline in timelines)
-        end = min(timeline.token_at[-1] for timeline in timelines)
-        means = []
-        for timeline in timelines:
-            times = [at for at in timeline.token_at if begin <= at <= end]
-            if len(times) > 1:
-                means.append((times[-1] - times[0]) / (len(times) - 1))
-        if not means:
-            # Streams did not overlap: prompts took longer than all answers.
-            means = [timeline.mean_itl_s for timeline in timelines]
-        return statistics.mean(means)
+        return _mean_step_s(await asyncio.gather(*requests))
 
     async def prompt_s(self, client: Client, num_tokens: int) -> float:
         """Return the time to first token on an idle server."""
@@ -124,6 +117,70 @@ class Measurements:
             return statistics.mean(elapsed_s) / _SHARED_PROMPTS
 
         return await self._typical(once)
+
+    async def mixed_decode_s(self, client: Client, others: Sequence[Client]) -> float:
+        """Return the mean duration of the steps of `client` with SHARED_STREAMS streams
+        while `others` compute prompts.
+        """
+
+        async def once() -> float:
+            decode_s, _ = await self._mixed_once_s(others, [client])
+            return decode_s
+
+        return await self._typical(once)
+
+    async def mixed_prompt_s(self, client: Client, others: Sequence[Client]) -> float:
+        """Return the time per prompt of `client` while `others` have SHARED_STREAMS
+        streams each.
+        """
+
+        async def once() -> float:
+            _, prompt_s = await self._mixed_once_s([client], others)
+            return prompt_s
+
+        return await self._typical(once)
+
+    async def _mixed_once_s(
+        self, prompt_clients: Sequence[Client], decode_clients: Sequence[Client]
+    ) -> tuple[float, float]:
+        """Return the mean duration of steps and the time per prompt while some servers
+        have streams and the others compute prompts.
+        """
+        streams = [
+            client.send(SHORT_PROMPT, _MIXED_TOKENS, self._next_seed())
+            for client in decode_clients
+            for _ in range(SHARED_STREAMS)
+        ]
+        answers = asyncio.gather(*streams)
+        loops = [
+            self._prompt_ends(client, answers)
+            for client in prompt_clients
+            for _ in range(_PROMPTS_IN_FLIGHT)
+        ]
+        ends = list(itertools.chain.from_iterable(await asyncio.gather(*loops)))
+        timelines = await answers
+        begin = max(timeline.token_at[0] for timeline in timelines)
+        end = min(timeline.token_at[-1] for timeline in timelines)
+        overlapping = sorted(at for at in ends if begin <= at <= end)
+        if len(overlapping) < 2:  # a prompt takes longer than an answer
+            overlapping = sorted(ends)
+        elapsed_s = overlapping[-1] - overlapping[0]
+        prompt_s = elapsed_s * len(prompt_clients) / (len(overlapping) - 1)
+        return _mean_step_s(timelines), prompt_s
+
+    async def _prompt_ends(
+        self, client: Client, until: asyncio.Future[list[Timeline]]
+    ) -> list[float]:
+        """Send prompts one after another. Return the times of their first tokens.
+
+        Args:
+            until: no prompt is sent after it is done. At least two prompts are sent.
+        """
+        ends: list[float] = []
+        while len(ends) < 2 or not until.done():
+            timeline = await client.send(self._shared_length, 1, self._next_seed())
+            ends.append(timeline.token_at[0])
+        return ends
 
     async def request_work_s(self, client: Client, num_outputs: int = 1) -> float:
         """Return the processor time outside of engines of a request with a short
@@ -212,6 +269,22 @@ class Measurements:
     async def probe_s(self, client: Client) -> float:
         """Return the seconds of the probe."""
         return await probe_s(client, self._next_seed())
+
+
+def _mean_step_s(timelines: Sequence[Timeline]) -> float:
+    """Return the mean duration of the steps in which all streams generate."""
+    # All tokens of a short answer may arrive in one event.
+    begin = max(timeline.token_at[:2][-1] for timeline in timelines)
+    end = min(timeline.token_at[-1] for timeline in timelines)
+    means = []
+    for timeline in timelines:
+        times = [at for at in timeline.token_at if begin <= at <= end]
+        if len(times) > 1:
+            means.append((times[-1] - times[0]) / (len(times) - 1))
+    if not means:
+        # Streams did not overlap: prompts took longer than all answers.
+        means = [timeline.mean_itl_s for timeline in timelines]
+    return statistics.mean(means)
 
 
 def mean_context(streams: int, prompt_tokens: int) -> float:

@@ -1,7 +1,8 @@
 """Work that takes longer while other work runs on the same device.
 
 A device is what servers share: a GPU, or the cores of a host. Every task is slowed down
-by a factor that depends on the number of tasks that run at the same time.
+by a factor that depends on the number and the kinds of the tasks that run at the same
+time.
 """
 
 import itertools
@@ -21,6 +22,38 @@ def slowdown(factors: Slowdowns, num_running: int) -> float:
     return factors[min(num_running, len(factors)) - 1]
 
 
+@dataclass(frozen=True)
+class Contention:
+    """How much a kind of tasks is slowed down by the other tasks of a device.
+
+    Attributes:
+        kind: name of the kind.
+        alike: factors if all running tasks are of this kind.
+        mixed: factors if all other running tasks are of another kind.
+    """
+
+    kind: str
+    alike: Slowdowns = (1.0,)
+    mixed: Slowdowns = (1.0,)
+
+    def factor(self, num_alike: int, num_running: int) -> float:
+        """Return how many times as long a task takes.
+
+        Between the two measured cases, the factor changes in proportion to the share of
+        the other tasks that are of another kind.
+
+        Args:
+            num_alike: running tasks of this kind, including the task.
+            num_running: all running tasks.
+        """
+        alike = slowdown(self.alike, num_running)
+        if num_alike == num_running:
+            return alike
+        mixed_share = (num_running - num_alike) / (num_running - 1)
+        mixed = slowdown(self.mixed, num_running)
+        return alike + mixed_share * (mixed - alike)
+
+
 @dataclass(eq=False)
 class _Task:
     """A running task.
@@ -32,7 +65,7 @@ class _Task:
 
     number: int
     remaining_s: float
-    slowdowns: Slowdowns
+    contention: Contention
     on_end: Callable[[], None]
 
 
@@ -47,7 +80,7 @@ class SharedDevice:
         self._num_changes = 0
 
     def start(
-        self, seconds: float, slowdowns: Slowdowns, on_end: Callable[[], None]
+        self, seconds: float, contention: Contention, on_end: Callable[[], None]
     ) -> None:
         """Start a task.
 
@@ -55,7 +88,7 @@ class SharedDevice:
             seconds: duration of the task if no other task runs.
         """
         self._advance()
-        self._tasks.append(_Task(next(self._numbers), seconds, slowdowns, on_end))
+        self._tasks.append(_Task(next(self._numbers), seconds, contention, on_end))
         self._schedule_first_end()
 
     def _advance(self) -> None:
@@ -66,7 +99,11 @@ class SharedDevice:
             task.remaining_s -= elapsed_s / self._slowdown(task)
 
     def _slowdown(self, task: _Task) -> float:
-        return slowdown(task.slowdowns, len(self._tasks))
+        contention = task.contention
+        num_alike = sum(
+            other.contention.kind == contention.kind for other in self._tasks
+        )
+        return contention.factor(num_alike, len(self._tasks))
 
     def _schedule_first_end(self) -> None:
         """Schedule the end of the task that ends first."""
@@ -102,9 +139,9 @@ class Frontend:
     One task runs after another.
     """
 
-    def __init__(self, device: SharedDevice, slowdowns: Slowdowns) -> None:
+    def __init__(self, device: SharedDevice, contention: Contention) -> None:
         self._device = device
-        self._slowdowns = slowdowns
+        self._contention = contention
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
         self._is_busy = False
 
@@ -123,7 +160,9 @@ class Frontend:
             seconds, on_end = self._waiting.popleft()
             if seconds > 0:
                 self._is_busy = True
-                self._device.start(seconds, self._slowdowns, partial(self._end, on_end))
+                self._device.start(
+                    seconds, self._contention, partial(self._end, on_end)
+                )
                 return
             on_end()
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from benchmarks.loads import FollowUp, Request
-from benchmarks.simulation.contention import Frontend, SharedDevice, Slowdowns
+from benchmarks.simulation.contention import Contention, Frontend, SharedDevice
 from benchmarks.simulation.engine import Engine
 from benchmarks.simulation.events import Events
 from benchmarks.simulation.times import EngineTimes
@@ -59,12 +59,12 @@ class Fleet:
         self._events = Events()
         self._device = SharedDevice(self._events)
         processors = SharedDevice(self._events)
-        slowdowns: Slowdowns = (1.0,)
+        contention = Contention("frontend")
         if times.shares_processors:
             processors = self._device
-            slowdowns = times.decode_slowdown
+            contention = times.decode_contention
         self._frontends = {
-            engine: Frontend(processors, slowdowns) for engine in engines
+            engine: Frontend(processors, contention) for engine in engines
         }
 
     @property
@@ -158,11 +158,11 @@ class Fleet:
             engine.is_busy = True
             end, computed = engine.step(self.now)
             engine.busy_until = end
-            slowdowns = self.times.decode_slowdown
+            contention = self.times.decode_contention
             if engine.step_prompt_tokens:
-                slowdowns = self.times.prompt_slowdown
+                contention = self.times.prompt_contention
             on_end = partial(self._end_step, engine, self.now, computed)
-            self._device.start(end - self.now, slowdowns, on_end)
+            self._device.start(end - self.now, contention, on_end)
 
     def _end_step(
         self, engine: Engine, started_at: float, computed: list[Request]

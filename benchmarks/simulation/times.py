@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.bench.traces import BLOCK_TOKENS
-from benchmarks.simulation.contention import Slowdowns
+from benchmarks.simulation.contention import Contention, Slowdowns
 from engine.core.budget import step_times
 from engine.core.budget.measurement import StepSizes, measure
 from engine.core.budget.step_times import StepTimes
@@ -52,6 +52,12 @@ class EngineTimes:
             3, .. servers run steps at the same time; the last number is for all larger
             counts. Servers with a device of their own do not slow each other down.
         prompt_slowdown: the same for steps with prompts.
+        mixed_decode_slowdown: how many times as long a step without prompts takes while
+            0, 1, 2, .. other servers run steps with prompts. If it is empty,
+            `decode_slowdown` counts.
+        mixed_prompt_slowdown: how many times as long a step with prompts takes while
+            0, 1, 2, .. other servers run steps without prompts. If it is empty,
+            `prompt_slowdown` counts.
         shares_processors: whether engines compute on the processors that all other work
             needs, as on a CPU. This work then counts like a step of a server.
     """
@@ -80,7 +86,21 @@ class EngineTimes:
     block_tokens: int = BLOCK_TOKENS
     decode_slowdown: Slowdowns = (1.0,)
     prompt_slowdown: Slowdowns = (1.0,)
+    mixed_decode_slowdown: Slowdowns = ()
+    mixed_prompt_slowdown: Slowdowns = ()
     shares_processors: bool = False
+
+    @property
+    def decode_contention(self) -> Contention:
+        """How steps without prompts are slowed down."""
+        mixed = self.mixed_decode_slowdown or self.decode_slowdown
+        return Contention("decode", self.decode_slowdown, mixed)
+
+    @property
+    def prompt_contention(self) -> Contention:
+        """How steps with prompts are slowed down."""
+        mixed = self.mixed_prompt_slowdown or self.prompt_slowdown
+        return Contention("prompt", self.prompt_slowdown, mixed)
 
     def seconds(self, load: step_times.Load) -> float:
         """Return the time of a step."""

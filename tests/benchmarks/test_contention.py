@@ -11,11 +11,16 @@ from functools import partial
 import pytest
 
 from benchmarks.advice import processors
-from benchmarks.advice.fit import fit_deliveries, fit_slowdowns
+from benchmarks.advice.fit import fit_deliveries, fit_mixed_slowdowns, fit_slowdowns
 from benchmarks.advice.predict import predict
 from benchmarks.advice.processors import OtherPrograms, children, processor_seconds
 from benchmarks.bench.slo import Slo
-from benchmarks.simulation.contention import Frontend, SharedDevice, slowdown
+from benchmarks.simulation.contention import (
+    Contention,
+    Frontend,
+    SharedDevice,
+    slowdown,
+)
 from benchmarks.simulation.events import Events
 from tests.benchmarks.test_advice import HOST, PAIR, REPLICAS, TIMES, workload_of
 
@@ -45,6 +50,11 @@ def test_processor_time_of_other_programs_is_found():
     assert children(child.pid) == []
 
 
+def test_mixed_slowdowns_never_decrease_and_have_no_upper_limit():
+    assert fit_mixed_slowdowns([0.05, 0.04, 0.5], alone_s=0.01) == (1.0, 5.0, 5.0, 50.0)
+    assert fit_mixed_slowdowns([0.009], alone_s=0.01) == (1.0, 1.0)
+
+
 def test_slowdown_is_that_of_the_number_of_tasks_or_the_last():
     assert [slowdown(TWO_CORES, n) for n in (1, 3, 4, 9)] == [1.0, 1.5, 2.0, 2.0]
 
@@ -58,7 +68,9 @@ def test_tasks_that_overlap_partly_are_slowed_down_partly():
     ends: dict[str, float] = {}
 
     def start(name: str) -> None:
-        device.start(1.0, TWO_CORES, lambda: ends.update({name: events.now}))
+        device.start(
+            1.0, Contention("step", TWO_CORES), lambda: ends.update({name: events.now})
+        )
 
     events.schedule(0.0, partial(start, "first"))
     events.schedule(0.0, partial(start, "second"))
@@ -67,9 +79,40 @@ def test_tasks_that_overlap_partly_are_slowed_down_partly():
     assert ends == pytest.approx({"first": 1.25, "second": 1.25, "third": 1.75})
 
 
+def test_kinds_of_tasks_are_slowed_down_differently_by_each_other():
+    """A device gives prompts 2 of 3 parts of its time, and decode steps the third."""
+    prompt = Contention("prompt", alike=(1.0, 2.0, 3.0), mixed=(1.0, 1.5, 2.0))
+    decode = Contention("decode", alike=(1.0, 2.0, 3.0), mixed=(1.0, 3.0, 6.0))
+    events = Events()
+    device = SharedDevice(events)
+    ends: dict[str, float] = {}
+    for name, contention in [("prompt", prompt), ("decode", decode)]:
+        device.start(1.0, contention, lambda name=name: ends.update({name: events.now}))
+    events.run()
+    assert ends == pytest.approx({"prompt": 1.5, "decode": 2.0})
+    # One of the two other tasks is of another kind.
+    assert prompt.factor(num_alike=2, num_running=3) == pytest.approx(2.5)
+    assert decode.factor(num_alike=2, num_running=3) == pytest.approx(4.5)
+    assert decode.factor(num_alike=1, num_running=1) == 1.0
+
+
+def test_split_on_one_gpu_is_predicted_with_mixed_slowdowns():
+    """Prompts that decode steps hardly slow down are computed sooner."""
+    load = workload_of(*[(0.02 * index, 400, 40) for index in range(30)])
+    slo = Slo(ttft=60.0)
+    times = replace(TIMES, decode_slowdown=(1.0, 2.0), prompt_slowdown=(1.0, 2.0))
+    mixed = replace(
+        times, mixed_decode_slowdown=(1.0, 2.5), mixed_prompt_slowdown=(1.0, 1.2)
+    )
+    before = predict(replace(HOST, times=times), PAIR, load, slo)
+    after = predict(replace(HOST, times=mixed), PAIR, load, slo)
+    assert after.ttft_p99_s < 0.9 * before.ttft_p99_s
+    assert after.itl_mean_s > before.itl_mean_s
+
+
 def test_frontend_runs_one_task_after_another():
     events = Events()
-    frontend = Frontend(SharedDevice(events), TWO_CORES)
+    frontend = Frontend(SharedDevice(events), Contention("frontend", TWO_CORES))
     ends: list[tuple[str, float]] = []
     for name, seconds in [("first", 1.0), ("nothing", 0.0), ("second", 0.5)]:
         frontend.add(seconds, partial(ends.append, (name, seconds)))
@@ -82,7 +125,9 @@ def test_frontend_runs_one_task_after_another():
 def test_task_without_work_ends_at_once_on_an_idle_frontend():
     events = Events()
     ended: list[float] = []
-    Frontend(SharedDevice(events), TWO_CORES).add(0.0, lambda: ended.append(events.now))
+    Frontend(SharedDevice(events), Contention("frontend", TWO_CORES)).add(
+        0.0, lambda: ended.append(events.now)
+    )
     assert ended == [0.0]
 
 

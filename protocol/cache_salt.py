@@ -16,7 +16,7 @@ import hashlib
 import hmac
 
 MAX_CHARS = 1024  # maximum length of the request field `cache_salt`
-SALT_BYTES = 32  # length of a salt that is not empty; see `derive`
+SALT_BYTES = 32  # length of a non-empty salt; see `derive`
 _LABEL = b"baton cache salt"
 
 

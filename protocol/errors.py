@@ -1,4 +1,4 @@
-"""The errors that clients and peers can receive, as one tree.
+"""The class hierarchy of the errors that clients and peers can receive.
 
 The errors that only the proxy raises are in proxy/errors.py.
 """
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-# The first class that is defined with each code.
+# For each error code, the first class that is defined with the code.
 _CLASS_BY_CODE: dict[str, type["BatonError"]] = {}
 
 
@@ -20,7 +20,7 @@ class BatonError(Exception):
     Class attributes:
         status: The HTTP status.
         retryable: Whether the same request may succeed later, or on another server.
-        phase: The part of the work in which the error occurred.
+        phase: The phase of processing in which the error occurred, such as "transfer".
         type: The `type` of the error in OpenAI's API.
         code: The `code` of the error in OpenAI's API.
 
@@ -67,7 +67,9 @@ class RequestError(
     type="invalid_request_error",
     code="invalid_request",
 ):
-    """The request is at fault. Unless `retryable` is set, an unchanged retry fails."""
+    """The request is at fault. A retry of the same request also fails, unless the error
+    is `retryable`.
+    """
 
 
 class InvalidRequest(RequestError):
@@ -179,7 +181,7 @@ class TransferFailed(RemoteKVError, code="transfer_failed"):
 
 
 class KVCorrupt(RemoteKVError, code="kv_corrupt"):
-    """Pulled KV differs from the lender's KV. The message says in which tokens and
+    """Pulled KV differs from the lender's KV. The message names the affected tokens and
     heads.
     """
 
@@ -216,7 +218,8 @@ class Overloaded(ServiceError, phase="admission", code="overloaded"):
 
 
 class ResumeRefused(ServiceError, phase="resume", code="resume_refused"):
-    """This server cannot prove that it would continue the stream with the same tokens.
+    """This server cannot guarantee that it would continue the stream with the tokens
+    that the previous server would have generated.
 
     A different server may be able to continue the stream.
     """

@@ -1,8 +1,8 @@
-"""Decodes and encodes JSON so that each number keeps its value, as the client wrote it.
+"""Decodes and encodes JSON without changing the value of any number.
 
-Python integers of any size are exact. A decimal that no float64 preserves becomes an
-`ExactFloat`: the nearest float64 (infinity if the decimal is beyond all float64),
-together with the text of the decimal. All other code treats an ExactFloat as a float.
+Python integers of any size are exact. A decimal that would change in a float64 becomes
+an `ExactFloat`: the nearest float64 (infinity if the decimal is out of range), together
+with the text of the decimal. All other code treats an ExactFloat as a float.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _ALWAYS_EXACT_CHARS = 15  # float64 preserves every decimal of up to 15 digits
 
 
 class ExactFloat(float):
-    """The float64 nearest to the number in `text`, which no float64 preserves."""
+    """The float64 nearest to a JSON number, and the exact number as `text`."""
 
     text: str
 

@@ -2,12 +2,12 @@
 
 Engines of different software versions can be compatible. Unknown fields are ignored,
 and missing optional fields have defaults. Only the fields that determine the meaning of
-the bytes must match (`check_compatible`). The protocol version increases only if an
+KV bytes must match (`check_compatible`). The protocol version increases only if an
 older reader would misread a new message.
 
 A message consists of a MAC and a msgpack payload. The MAC is the HMAC-SHA256 of a label
 and the payload, with the cluster secret as its key. Requests and replies have different
-labels, so a request that is sent back is not a valid reply. A reply repeats the nonce
+labels, so an attacker cannot use a copied request as a reply. A reply repeats the nonce
 of its request, so a late reply cannot be taken for the reply to a later request.
 """
 
@@ -36,8 +36,8 @@ CONVERTIBLE = ("kv_dtype", "kv_scales")
 AXES = "BHLCND"  # axes of KV: block, head, layer, component (K or V), token, element
 DIGEST_VERSION: Final = 1  # version of the digests that kvcache/verify computes
 MAX_GROUPS: Final = 16  # maximum number of layer groups; see kvcache/groups.py
-# Maximum size of the KV of one rank. No device has this much memory, and sums of such
-# sizes do not overflow 64 bits.
+# Maximum size of the KV of one rank. No device has this much memory, and a sum of a few
+# sizes up to this maximum does not overflow 64 bits.
 MAX_BYTES = 1 << 48
 
 
@@ -75,8 +75,8 @@ class LayoutRecord(msgspec.Struct, frozen=True):
 
 
 class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that must be equal on two engines, so that one can read the KV of the
-    other.
+    """The properties that must be equal on two engines before one of them can read the
+    KV of the other.
 
     Attributes:
         rope: Canonical JSON of the RoPE parameters.
@@ -103,7 +103,7 @@ class DraftPool(msgspec.Struct, frozen=True, kw_only=True):
     """The pool of a drafter's KV on one rank.
 
     Attributes:
-        base: Bytes from the start of the rank's allocation to the pool.
+        base: Offset of the pool in the rank's allocation, in bytes.
     """
 
     layout: LayoutRecord
@@ -111,10 +111,10 @@ class DraftPool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftKV(msgspec.Struct, frozen=True, kw_only=True):
-    """The drafter of an engine whose KV other engines may read.
+    """An engine's drafter, whose KV other engines with the same drafter may read.
 
     Attributes:
-        fingerprint: Equal for equal drafters of equal models.
+        fingerprint: Equal on two engines with the same drafter and the same model.
     """
 
     fingerprint: Annotated[str, Meta(max_length=128)]
@@ -122,16 +122,16 @@ class DraftKV(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """How other engines reach one rank's KV allocation.
+    """The data by which other engines reach one rank's KV allocation.
 
     Attributes:
         extra: Values that only some transports need, such as the offer of mapped memory
             (kvcache/transfer/move/peer_memory.py).
         pid: The process id of the rank in the rank's own PID namespace.
-        host: The address of the rank's host, for messages; empty if it is unknown. The
-            ranks of one engine may be on several hosts.
-        draft: The pool of the engine's drafter, in the same allocation. None if the
-            engine has no `draft`.
+        host: The address of the rank's host, for error messages; empty if it is
+            unknown. The ranks of one engine may be on several hosts.
+        draft: The KV pool of the engine's drafter, in the same allocation. None if
+            EngineMetadata.draft is None.
     """
 
     rank: int
@@ -148,10 +148,10 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that another engine needs to read the KV of this engine's ranks.
+    """The data that another engine needs to read the KV of this engine's ranks.
 
     Attributes:
-        draft: The drafter whose KV the ranks have in addition; None if there is none.
+        draft: The engine's drafter, if other engines may read its KV; else None.
     """
 
     protocol_version: int
@@ -166,18 +166,19 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts of the ranks, each once, in the order of the ranks."""
+        """The distinct hosts of the ranks, in the order of the ranks."""
         return [host for host in dict.fromkeys(r.host for r in self.ranks) if host]
 
 
 def check_compatible(
     local: CompatRecord, remote: CompatRecord, allow_convert: bool = False
 ) -> None:
-    """Raises PeerIncompatible naming the first field that differs, and both values.
+    """Raises PeerIncompatible if a field differs. The error names the first such field
+    and both values.
 
     Args:
-        allow_convert: The local engine converts KV of other dtypes and scales, so these
-            fields may differ.
+        allow_convert: True if the local engine converts KV of other dtypes and scales,
+            so that these fields may differ.
     """
     for field in CompatRecord.__struct_fields__:
         ours = getattr(local, field)
@@ -207,8 +208,11 @@ def check_compatible(
 
 
 def shares_draft_kv(local: DraftKV | None, remote: EngineMetadata) -> bool:
-    """Returns whether the local engine pulls the KV of the remote engine's drafter: it
-    has the same drafter, and no remote ranks share the tokens of a sequence."""
+    """Returns whether the local engine can pull the KV of the remote engine's drafter.
+
+    The drafters must be the same, and the tokens of a sequence must not be distributed
+    over the remote ranks.
+    """
     return local is not None and local == remote.draft and remote.dcp_size == 1
 
 
@@ -253,10 +257,10 @@ class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
     compute them twice.
 
     Attributes:
-        samples: Whether a sample of the layers is enough, instead of all layers.
+        samples: True: digests of a sample of the layers; False: of all layers.
         min_resume_tokens: See KVGroups.token_ranges in kvcache/groups.py. An engine
-            with one layer group ignores this field. Its name in messages is `reach`,
-            as in earlier releases.
+            with one layer group ignores this field. The field's name in messages is
+            `reach`, as in earlier releases.
     """
 
     token_start: _Count
@@ -271,7 +275,7 @@ class Subscribe(msgspec.Struct, frozen=True, tag="subscribe", kw_only=True):
     """Requests a Progress message whenever more of a prompt's KV is computed.
 
     The reader repeats the request periodically. Each repetition renews the lease, and
-    requests again the Progress messages that a lost connection may have dropped.
+    requests again the Progress messages that were lost with a connection.
 
     Attributes:
         num_blocks: Number of the prompt's blocks that Progress messages have already
@@ -334,24 +338,25 @@ class LookupResult(msgspec.Struct, frozen=True, tag="lookup_result", kw_only=Tru
     remote: RemotePrefill | None
 
 
-# Bounds of a demotion: a request has at most a mark for each duration.
+# Limits of a Demote. A request has at most one Retention for each duration that clients
+# can choose.
 _MAX_RETENTIONS = 8
 _MAX_OWNER_CHARS = 256
 
 
 class Demote(msgspec.Struct, frozen=True, tag="demote", kw_only=True):
-    """Offers KV to a host's KV store, which pulls the tokens that it lacks.
+    """Offers KV to a host's KV store, which pulls the KV of the tokens that it lacks.
 
-    The store ends the lease of `remote`. It completes the lease if it has all offered
-    tokens by then, and aborts the lease otherwise.
+    The store ends the lease of `remote`. If the store then has the KV of all offered
+    tokens, it completes the lease. Otherwise, it aborts the lease.
 
     Attributes:
         remote: Leased full blocks, without first tokens.
         token_ids: The tokens from the start of the sequence that `remote` refers to.
-        first_token: The blocks of the tokens before this one are missing in `remote`,
-            because the store is expected to have them.
+        first_token: Index of the first offered token. `remote` does not have the blocks
+            of earlier tokens, because the store is expected to have their KV.
         retention: Parts of the prompt that the client asks to keep.
-        owner: The owner that these parts count for, as AddRequest.share.
+        owner: The owner of the pins of `retention`: AddRequest.share of the request.
     """
 
     nonce: _Id
@@ -402,7 +407,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
 
 
 class MessageError(ValueError):
-    """A message that is malformed or not authentic; the text has the reason."""
+    """A message is malformed or not authentic. The text of the error has the reason."""
 
 
 Request = GetMetadata | LeaseRequest | Subscribe | Lookup | Demote
@@ -422,7 +427,7 @@ def _mac(label: bytes, payload: bytes, secret: bytes) -> bytes:
 
 
 def sealed(label: bytes, message: msgspec.Struct, secret: bytes) -> bytes:
-    """Returns a message with its MAC, as it is sent.
+    """Returns the bytes to send for a message: the MAC and the encoded message.
 
     Args:
         label: Identifies the direction and the kind of message.

@@ -18,12 +18,12 @@ from protocol.messages import KVHint, RemotePrefill
 from protocol.registration import MAX_AGE_S
 
 _Text = Annotated[str, Meta(min_length=1, max_length=128)]
-_PROVISIONAL_LEASE_S = 3.0  # lease time until the subscription reports the lease
+_PROVISIONAL_LEASE_S = 3.0  # lease duration until a Progress message reports it
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A prompt that a prefill server is computing now, and where to subscribe to its
-    KV.
+    """A request whose prompts a prefill server is computing now, and the address at
+    which a decode server can subscribe to their KV.
 
     Attributes:
         host: Address of the prefill server's side channel.
@@ -39,13 +39,13 @@ class Offer(Struct, frozen=True, kw_only=True):
     signature: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
     def to_json(self, secret: bytes) -> dict[str, Any]:
-        """Returns the `kv_transfer_params` of the decode leg."""
+        """Returns the decode leg's `kv_transfer_params`, with the signed offer."""
         return {"do_remote_prefill": True, "subscribe": sealed(self, secret)}
 
     def to_remote(
         self, index: int, token_ids: Sequence[int], cache_salt: bytes = b""
     ) -> RemotePrefill:
-        """Returns the offer as the decode engine receives it, for one prompt.
+        """Returns the form of the offer that the decode engine receives for one prompt.
 
         Args:
             index: Index of the prompt in the request.

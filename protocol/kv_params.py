@@ -32,7 +32,8 @@ from protocol.messages import (
 )
 from protocol.short_repr import short_repr
 
-# Older servers do not sign `remote_drafted_tokens`, which changes no token.
+# The fields that the signature does not cover. Older servers do not sign
+# `remote_drafted_tokens`, and no output token depends on it.
 _UNSIGNED = ("signature", "checksums", "remote_drafted_tokens")
 _MAX_TRANSFER_ID_CHARS = 128
 HINT = "hint"  # the member that names a server which may hold KV; see kv_offers.py
@@ -251,10 +252,10 @@ class _Flags(Struct):
 
 
 def is_prefill_request(obj: object) -> bool:
-    """Returns whether a prefill server must retain the KV for a decode server.
+    """Returns whether `obj` requests that a prefill server retain the KV.
 
     Raises:
-        KVParamsRejected: The object is malformed, or also refers to KV on a server.
+        KVParamsRejected: The object is malformed, or also refers to existing KV.
     """
     if is_absent(obj):
         return False
@@ -272,7 +273,7 @@ def is_prefill_request(obj: object) -> bool:
 
 
 def transfer_id(obj: object) -> str | None:
-    """Returns the id for subscribing to a prefill or cancelling it; None if invalid."""
+    """Returns the id for subscribing to a prefill or canceling it; None if invalid."""
     name = obj.get("transfer_id") if isinstance(obj, dict) else None
     is_valid = isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID_CHARS
     return name if is_valid else None
@@ -281,8 +282,8 @@ def transfer_id(obj: object) -> str | None:
 def sender_releases(obj: object) -> bool:
     """Returns whether the request's sender ends the lease if no server pulls the KV.
 
-    A decode server that refuses such a request before it has read KV must not end the
-    lease, because the sender may retry the request at another decode server.
+    If a decode server refuses such a request without having read KV, it must not end
+    the lease, because the sender may retry the request at another decode server.
     """
     items = obj if isinstance(obj, list) else [obj]
     flags = [
@@ -309,8 +310,8 @@ def parse(obj: object) -> KVTransferParams:
     """Returns `obj` as params with an unverified signature; see `verify`.
 
     Raises:
-        KVParamsRejected: A member has a wrong type or range. The message has its name,
-            its value and what is allowed.
+        KVParamsRejected: A member has a wrong type or range. The message has the
+            member's name, its value and the requirement.
     """
     flags = convert(obj, _Flags)
     if flags.do_remote_decode:
@@ -450,9 +451,8 @@ def to_remote_prefill(
 def can_use_first_tokens(
     params: KVTransferParams, add: AddRequest, seed: int | None
 ) -> bool:
-    """Returns whether the request can use the first tokens in `params`.
-
-    This server must sample the same tokens, with all logprobs that the request needs.
+    """Returns True if this server would sample the same first tokens as in `params`,
+    and if they have all logprobs that the request needs.
 
     Args:
         params: The params with the first tokens of the prefill server.

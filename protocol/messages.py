@@ -34,8 +34,8 @@ class Grammar(msgspec.Struct, frozen=True):
             final message must match.
         banned: Token sequences that the output must not contain.
         calls: The texts and special tokens that may begin a tool call. The model may
-            write a tool call instead of output that matches the grammar. After such a
-            beginning, any token is allowed.
+            write a tool call instead of output that matches the grammar. After one of
+            these beginnings, any token is allowed.
     """
 
     kind: GrammarKind
@@ -49,7 +49,7 @@ class Grammar(msgspec.Struct, frozen=True):
 class DemandedCalls(msgspec.Struct, frozen=True):
     """The tools for an answer that must call at least one tool.
 
-    The answer is `[{"name": ..., "parameters": ...}, ...]`.
+    The model must write the answer as `[{"name": ..., "parameters": ...}, ...]`.
 
     Attributes:
         tools: The name of each tool, and the schema of its parameters as the client
@@ -63,7 +63,7 @@ class DemandedCalls(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample the next token.
+    """The parameters for sampling the tokens of one choice.
 
     A temperature of 0 is greedy. These values disable a parameter: top_k 0, top_p 1,
     presence and frequency penalties 0, repetition penalty 1.
@@ -96,7 +96,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float  # of the token at this position
     top_ids: list[int] = []
     top_logprobs: list[float] = []
-    rank: int = 0  # of that token; 1 is the most likely token; 0: unknown
+    rank: int = 0  # of the token at this position; 1: the most likely; 0: unknown
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -117,8 +117,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
             if a request with one choice has migrated, its output tokens so far.
         cached_tokens: The part of `num_tokens` that the prefill server did not compute.
         transferred_tokens: The part of `cached_tokens` that the prefill server pulled.
-        drafted_tokens: The first tokens that also have KV of the prefill server's
-            drafter.
+        drafted_tokens: Number of tokens, from the first one on, for which the prefill
+            server's drafter has KV, too.
         first_tokens: One per choice; empty if the decode server samples them itself.
         prompt_logprobs: One per prompt token, if the request needs prompt logprobs.
         sender_releases: See the function sender_releases in kv_params.py.
@@ -186,7 +186,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         num_tokens: Number of prompt tokens, from the first one on.
-        seconds: Time from the end of the prompt's computation.
+        seconds: Duration of the pin, from the end of the prompt's computation.
     """
 
     num_tokens: int
@@ -210,15 +210,16 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         priority: Requests with smaller values are served first.
         cache_salt: The request shares cached KV only with requests of the same salt;
             see cache_salt.py.
-        cache_hit_threshold: Share of the tokens that must be cached or pulled; the
-            request otherwise ends with CACHE_MISS. 0: no threshold.
+        cache_hit_threshold: Minimum share of the prompt's tokens that are cached or
+            pulled. A request below it ends with CACHE_MISS. 0: no threshold.
         share: Identifies the client's API key. The engine is shared equally among the
-            keys with waiting requests. Also the owner of the pins of `retention`.
+            keys with waiting requests. `share` also owns the pins of `retention`.
         retention: Parts of the prompt to keep in the prefix cache.
         resumed_choices: Per choice, the tokens that another server has already
             generated; empty for a new request.
         prediction: Tokens that the client expects in the output (`prediction` of the
-            OpenAI API). They are proposed to the model, and change no token.
+            OpenAI API). They are verified like a drafter's tokens, and do not change
+            the output.
         retain_kv: Prefill role: lease the KV and answer with kv_transfer_params.
         transfer_id: Prefill role: the id by which other engines can subscribe to the
             KV.
@@ -271,7 +272,7 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
     """Ends a request with MOVED, so that another server can continue the request.
 
-    The request ends as soon as all its unfinished choices decode on this engine.
+    The request ends as soon as all its unfinished choices are decoding on this engine.
     """
 
     request_id: str
@@ -322,7 +323,7 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transferred: int = 0  # pulled from another server, which confirmed the lease
     recomputed: int = 0  # computed by this server
     skipped: int = 0  # found in this server's prefix cache
-    cached_tokens: int = 0  # computed neither here nor on the prefill server
+    cached_tokens: int = 0  # computed neither on this nor on the prefill server
     prefill_transferred: int = 0
     prefill_recomputed: int = 0
     prefill_skipped: int = 0
@@ -331,7 +332,7 @@ class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # Finish reason of a request that continues on another server, which pulls its KV.
 MOVED = "moved"
 # Finish reason of a request that would have to compute more than its
-# cache_hit_threshold permits. The name is that of llm-d.
+# cache_hit_threshold permits. llm-d uses the same name.
 CACHE_MISS = "cache_threshold"
 
 
@@ -349,9 +350,10 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
         usage: Set on the last delta. The delta with a choice's first token also has a
             usage, with preliminary numbers.
         times: Set on the last delta.
-        accepted_tokens: Set on the last delta: how many tokens of this choice were
-            proposed by a drafter before they were drawn.
-        rejected_tokens: Set on the last delta: how many proposed tokens were not drawn.
+        accepted_tokens: Set on the last delta: the number of this choice's tokens that
+            a drafter had proposed.
+        rejected_tokens: Set on the last delta: the number of proposed tokens that are
+            not in the output.
         kv_transfer_params: Set on the last delta if another server continues the
             request: after a prefill leg, or with the finish reason MOVED.
     """
@@ -378,13 +380,13 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     num_blocks: int
     block_size: int  # tokens
     max_model_len: int  # tokens
-    max_num_seqs: int  # sequences of one step
+    max_num_seqs: int  # maximum number of sequences in one step
     vocab_size: int
     geometry: dict[str, str | int | float] = {}  # see EngineConfig.geometry
 
 
 class EngineProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Reports the current step of the engine's start, every few seconds."""
+    """Reports the current step of the engine's startup, every few seconds."""
 
     text: str
 
@@ -414,14 +416,14 @@ class HostTierReport(msgspec.Struct, frozen=True, kw_only=True):
     """The KV store that an engine uses, and how long the engine takes to read it.
 
     Attributes:
-        store: Id of the store's region. Servers that use the same region report the
-            same id, and a restarted store has another one.
+        store: Id of the store's region, and its engine id in handshakes. Servers that
+            use the same region report the same id. A restarted store has a new id.
         num_tokens: Tokens that the region can hold, for all servers together.
-        start_s: Seconds for each pull from the region, in addition to its tokens.
-        token_s: Seconds per pulled token.
-        host, port: Address of the region's side channel, for servers of other hosts.
-            The host is empty if only processes of its own host reach the store.
-        incarnation: The region's id in handshakes, besides `store`.
+        start_s: Fixed cost of each pull from the region, in seconds.
+        token_s: Additional seconds per pulled token.
+        host, port: Address of the region's side channel, for servers on other hosts.
+            The host is empty if only processes on the store's host reach the store.
+        incarnation: The region's incarnation in handshakes.
     """
 
     store: Annotated[str, Meta(min_length=1, max_length=128)]

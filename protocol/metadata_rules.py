@@ -32,11 +32,12 @@ def check_consistent(metadata: EngineMetadata) -> None:
 
 
 def check_region(compat: CompatRecord, group_layers: int) -> None:
-    """Raises PeerIncompatible, naming the field, if an engine requests a region of a KV
-    store for KV that cannot exist.
+    """Raises PeerIncompatible, naming the field, if the KV that an engine wants to keep
+    in a KV store has contradictory or impossible properties.
 
     Args:
-        group_layers: layers of the largest layer group (kvcache/groups.py).
+        compat: The properties of the KV.
+        group_layers: Number of layers in the largest layer group (kvcache/groups.py).
     """
     _check(_region_rules(compat, group_layers))
 
@@ -154,7 +155,9 @@ def _allocation_rules(rank: RankMetadata) -> Iterator[_Rule]:
 
 
 def _draft_rules(rank: RankMetadata, draft: DraftKV) -> Iterator[_Rule]:
-    """Rules for a drafter's pool behind the engine's pool."""
+    """Yields the rules for the drafter's KV pool, which follows the engine's KV pool in
+    the same allocation.
+    """
     where = f"ranks[{rank.rank}].draft"
     yield _Rule(where, rank.draft, rank.draft is not None, "be a pool")
     assert rank.draft is not None

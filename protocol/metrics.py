@@ -27,9 +27,9 @@ from protocol.telemetry.vllm_names import ALIASES_OF
 from protocol.version import VERSION
 
 Aliases = Literal["none", "vllm"]  # values of --metric-aliases
-# Members of the response to GET /ready that count an engine's work since its start: all
-# steps with their tokens, prompt tokens and seconds, then the steps that compute prompt
-# tokens (mixed steps) with their tokens and seconds.
+# Members of the response to GET /ready that count an engine's work since its start. The
+# first four members count all steps. The last three count only mixed steps, which
+# compute prompt tokens.
 ENGINE_TOTALS = (
     "engine_steps",
     "engine_step_tokens",
@@ -39,9 +39,9 @@ ENGINE_TOTALS = (
     "engine_mixed_step_tokens",
     "engine_mixed_step_seconds",
 )
-MODEL_LABEL = "model_name"  # of all metrics of a server
+MODEL_LABEL = "model_name"  # a label of all metrics of a server
 
-# Upper bounds of histogram buckets: seconds, and tokens in the last two lines.
+# Upper bounds of histogram buckets: tokens in _TOKENS and _PROPOSALS, else seconds.
 # fmt: off
 _FAST = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0,
@@ -54,7 +54,7 @@ _PULL = (
 # fmt: on
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 _TOKENS = tuple(float(2**exponent) for exponent in range(18))
-_PROPOSALS = tuple(float(count) for count in range(17))  # of one step and sequence
+_PROPOSALS = tuple(float(count) for count in range(17))  # tokens of a step and sequence
 
 
 @dataclass(frozen=True)
@@ -307,8 +307,8 @@ TABLE = (
 
 SPECS: Mapping[str, Spec] = {spec.name: spec for spec in TABLE}
 
-# Without this call, a third of all series would be creation times of counters. No
-# dashboard uses them.
+# Without this call, a third of all series would be creation times of counters, which no
+# dashboard uses.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -373,13 +373,13 @@ class Metrics:
     """The metrics of a proxy, or of a server's HTTP process and its engine.
 
     Args:
-        origin: The kind of process that has this object.
-        model_name: The model of a server, which all its metrics have as a label.
-        aliases: The system with names that the metrics have in addition to Baton's.
+        origin: The kind of process that creates this object.
+        model_name: The model of a server. All metrics of the server have it as a label.
+        aliases: The system with names that are exposed in addition to Baton's names.
 
     Attributes:
-        model_name: A proxy sets it if all its servers have one model. Only aliases then
-            have the label.
+        model_name: A proxy sets this name if all its servers have the same model. In a
+            proxy, only aliases have the label.
     """
 
     version = VERSION  # in `baton_build_info` and GET /version
@@ -396,7 +396,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
-        # Memory, CPU time and file descriptors: process_*.
+        # Exposes memory, CPU time and file descriptors of this process: process_*.
         ProcessCollector(registry=self._registry)
         self._metrics = {
             spec.name: self._make(spec)
@@ -404,7 +404,7 @@ class Metrics:
             if spec.origin in (origin, "any")
         }
         self.set("baton_build_info", 1, version=self.version)
-        # Dropped output lines that baton_log_lines_dropped includes already.
+        # Number of dropped output lines that baton_log_lines_dropped already includes.
         self._num_counted_lines = 0
 
     def _make(self, spec: Spec) -> Any:
@@ -445,8 +445,8 @@ class Metrics:
         """Adds one observation to a histogram.
 
         Args:
-            trace_id: The trace that the value belongs to, for an exemplar; None for a
-                value without a stored trace.
+            trace_id: The recorded trace that the value belongs to, for an exemplar;
+                None if there is no such trace.
         """
         exemplar = {"trace_id": trace_id} if trace_id else None
         self.expose_series(name, **labels).observe(value, exemplar)

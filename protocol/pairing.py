@@ -1,4 +1,6 @@
-"""Which prefill and decode servers a proxy may pair, by digests of their KV."""
+"""Decides which prefill and decode servers a proxy may pair, by digests of their KV
+formats.
+"""
 
 import hashlib
 from functools import lru_cache
@@ -17,8 +19,8 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     dtype and scales.
 
     Args:
-        converts: Whether the engine reads KV of any dtype and scales. The last part of
-            the digest is then `*`.
+        converts: True if the engine can read KV of any dtype and scales. The last part
+            of its digest is `*`.
     """
 
     def digest(*fields: str) -> str:
@@ -27,8 +29,8 @@ def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
 
     form = [name for name in CompatRecord.__struct_fields__ if name not in CONVERTIBLE]
     if not compat.kv_windows:
-        # Leaving out this field keeps the digest equal to the one of older versions,
-        # which have no layer groups.
+        # Older versions have no layer groups. Leaving out this field makes the digest
+        # equal to the digest that an older version computes.
         form = form[: form.index("kv_windows")]
     dtype_part = "*" if converts else digest(*CONVERTIBLE)
     return ".".join((digest("model_fingerprint"), digest(*form), dtype_part))
@@ -42,8 +44,8 @@ FOREIGN: Final = "vllm"
 def may_pair(prefill_digest: str, decode_digest: str) -> bool:
     """Returns whether servers with these kv_digests are compatible.
 
-    An empty digest means that the proxy does not know the server's digest yet. Such a
-    server may pair with every server that is not FOREIGN.
+    An empty digest means that the proxy has not received the server's digest yet. A
+    server with an empty digest may pair with every server that is not FOREIGN.
     """
     if FOREIGN in (prefill_digest, decode_digest):
         return prefill_digest == decode_digest
@@ -60,8 +62,8 @@ def may_pair(prefill_digest: str, decode_digest: str) -> bool:
 def same_model(digest: str, other_digest: str) -> bool:
     """Returns whether two kv_digests have the same model.
 
-    The result is also True if a digest is empty or FOREIGN, because it then names no
-    model.
+    The result is also True if a digest is empty or FOREIGN, because neither of these
+    digests names a model.
     """
     model, *form = digest.split(".")
     other_model, *other_form = other_digest.split(".")

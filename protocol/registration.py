@@ -2,8 +2,8 @@
 
 The record is signed with the cluster secret and is valid for `MAX_AGE_S`. A proxy
 accepts a record only if it is newer than the last record of the same server. Therefore
-a copied record cannot be replayed to the same proxy. It can be replayed to a different
-proxy, but only until it is too old.
+a copied record cannot be replayed to the same proxy. A replay to a different proxy
+works only until the record is older than `MAX_AGE_S`.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from msgspec import Meta
 from protocol.settings.machine import WILDCARDS
 
 REGISTER_PATH = "/register"  # endpoint of a proxy
-# Maximum age of a record, and maximum difference between the clocks of two machines.
+# Maximum age of a record by the proxy's clock, in seconds. The age includes the
+# difference between the clocks of the server and of the proxy.
 MAX_AGE_S = 60.0
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 _LABEL = b"baton registration\n"
@@ -30,8 +31,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement of one server.
 
     Attributes:
-        kv_digest: See kv_digest in protocol/handshake.py; empty if unknown.
-        ttl_s: How long the proxy keeps the server after this record, in seconds.
+        kv_digest: See kv_digest in protocol/pairing.py; empty if unknown.
+        ttl_s: Seconds after this record until the proxy removes the server, unless a
+            newer record arrives.
         issued_ms: Time of signing by the server's clock, in milliseconds since 1970.
         leaving: Whether the server is shutting down, so that it must receive no new
             requests.
@@ -62,8 +64,9 @@ def seal(record: Record, secret: bytes) -> bytes:
 
 
 def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
-    """Returns the record in `body`. The caller must check that the record is newer than
-    the last record of the same server.
+    """Returns the record in `body`.
+
+    The caller must check that the record is newer than the server's previous record.
 
     Raises:
         BadRecord: The record is malformed, not authentic or too old.

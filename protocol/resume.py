@@ -1,19 +1,19 @@
 """Stream failover: the frames by which a proxy can move a stream to another server.
 
-A proxy that holds the cluster secret requests frames by a signed header. Every write of
-the stream then is one frame: an SSE comment, and the complete events that the comment
-describes:
+A proxy that holds the cluster secret requests frames by a signed header. The stream
+then consists of frames. A frame is an SSE comment, followed by the complete events that
+the comment describes:
 
     :baton 0000012c [[0,[791]]]\\n      300 bytes (hex 12c) of events follow this line;
                                        the JSON text lists their tokens by choice
 
-The proxy passes on the events to the client, and stores the texts of the comments. If
-the proxy loses the server, it sends the request to another server, together with the
-signed texts as `baton_resume`. A response that is not a stream has no frames unless it
-migrates. In that case, the server sends all its texts at the end, in frames without
+The proxy forwards the events to the client, and stores the texts of the comments. If
+the connection to the server is lost, the proxy sends the request to another server,
+with the signed texts as `baton_resume`. A response that is not a stream has frames only
+if it migrates. In that case, the server sends all texts at the end, in frames without
 events.
 
-The first text (`Origin`) has the values that the response depends on besides its
+The first text (`Origin`) has the values that the response depends on in addition to its
 request and its tokens. A text that begins with `!` precedes an error event after which
 another server may continue the stream. One of these texts is `!moved`; it contains the
 `kv_transfer_params` with which another server pulls the KV. A text that begins with `#`
@@ -38,8 +38,8 @@ MEMBER = "baton_resume"  # member of a request's body
 # Limit on the total size of the texts of a stream's frames. A larger stream cannot fail
 # over.
 MAX_HISTORY_BYTES = 1 << 20
-FAILOVER_PREFIX = b"!"  # of texts after which another server may continue
-REPORT_PREFIX = b"#"  # of the text with the server's report
+FAILOVER_PREFIX = b"!"  # prefix of texts after which another server may continue
+REPORT_PREFIX = b"#"  # prefix of the text with the server's report
 DIED = b"!died"  # the engine has ended
 BUSY = b"!busy"  # this server cannot continue the stream, but another server may
 # The server has migrated the stream; the JSON of `kv_transfer_params` follows.
@@ -90,7 +90,7 @@ class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
         """Returns the delta from which the entry was made.
 
         Args:
-            choice: Index of the choice among those of its prompt.
+            choice: Index of the choice among the choices of the same prompt.
         """
         return TokenDelta(
             request_id=request_id,
@@ -134,10 +134,10 @@ def frame(text: bytes, events: bytes) -> bytes:
 
 
 def failover_text(error: BatonError) -> bytes | None:
-    """Returns the text for the frame of an error, if another server may continue.
+    """Returns the text for the frame of an error: DIED or BUSY.
 
-    The result is None if a retry is useless: every other server would fail in the same
-    way, or the request has timed out.
+    The result is None if no other server should continue the stream, because every
+    server would fail in the same way, or because the request has timed out.
     """
     if not error.retryable or error.phase in ("request", "deadline"):
         return None
@@ -197,7 +197,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
-        """Returns the (text, events) of each frame that `data` completes.
+        """Returns the (text, events) pair of each frame that `data` completes.
 
         Raises:
             ValueError: The bytes are not frames.

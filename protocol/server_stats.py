@@ -11,8 +11,8 @@ import msgspec
 
 STATS_PATH = "/stats"
 MAX_ID_CHARS = 128
-# Response header with a RequestReport as JSON. A stream sends it as a frame instead
-# (protocol/resume.py), because a stream's head precedes its end.
+# Response header with a RequestReport as JSON. A streaming response has a frame with
+# the report instead (protocol/resume.py), because its headers are sent first.
 REPORT_HEADER = "x-baton-report"
 PHASES = ("queue", "transfer", "fence", "prefill", "decode")
 
@@ -24,7 +24,8 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
     monotonic clock, which all processes of a server share.
     """
 
-    # The request began to wait for KV blocks. With a pull, its lease existed by then.
+    # The request began to wait for KV blocks. If the request pulls KV, the lender had
+    # already granted the lease.
     queued: float | None = None
     admitted: float | None = None  # the request got its KV blocks
     # The last byte of a pull arrived. The lender must still confirm the lease (Complete
@@ -47,17 +48,18 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server did for a request that has ended.
+    """A server's summary of a request that has ended.
 
     Attributes:
         endpoint: The value of the label `endpoint` in the metric baton_requests.
-        outcome: The value of the label `outcome` there.
+        outcome: The value of the label `outcome` in the same metric.
         error: The error code of a failed request, else None.
         times: Seconds since the server received the request. The keys are the fields of
             PhaseTimes (for the first prompt), `accepted` (tokenized and sent to the
             engine), `first` (the first token was sent to the client) and `end`.
         generated: Number of generated tokens.
-        cached_tokens: Number of prompt tokens that no server computed.
+        cached_tokens: Number of prompt tokens whose KV neither this server nor the
+            prefill server computed.
         kv: Number of prompt tokens by the source of their KV; see KVUsage in
             protocol/messages.py.
     """
@@ -72,7 +74,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     kv: dict[str, int]
 
     def encode(self) -> bytes:
-        """Returns the report as JSON, without the members of a subclass."""
+        """Returns the report as JSON, without the fields that subclasses add."""
         names = RequestReport.__struct_fields__
         return msgspec.json.encode({name: getattr(self, name) for name in names})
 
@@ -102,7 +104,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
             add("prefill", max(began, default=None), times.get("drawn"))
         first = times.get("first")
         if first is not None and self.generated > 1:
-            # The first token of a prefill server may arrive before its KV.
+            # The first token from a prefill server may arrive before the KV.
             add("decode", max(first, pulled or 0.0), times.get("end"))
         return phases
 
@@ -136,8 +138,8 @@ class ServerStats(msgspec.Struct, frozen=True):
 
     Attributes:
         server: The response to GET /ready.
-        values: Metric values. The keys are those of stat_key in protocol/metrics.py,
-            but counters that the HTTP process counts have the suffix `_total`.
+        values: Metric values by the keys of stat_key in protocol/metrics.py. The names
+            of the HTTP process's own counters end in `_total`.
         served: The most recently finished requests, the oldest first.
         next: The sequence number that the next finished request will have.
     """

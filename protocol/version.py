@@ -8,8 +8,8 @@ VERSION = "0.1.0"
 def system_fingerprint(model_fingerprint: str) -> str:
     """Returns a hash of the model and of Baton's version.
 
-    If a request with a seed is repeated, the result is the same unless the fingerprint
-    has changed.
+    While the fingerprint is unchanged, a repeated request with the same seed has the
+    same result.
     """
     digest = hashlib.sha256(f"{VERSION} {model_fingerprint}".encode()).hexdigest()
     return f"fp_{digest[:16]}"

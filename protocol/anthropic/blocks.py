@@ -22,8 +22,7 @@ _BLOCK_TYPES: Final = (
     "text, thinking, redacted_thinking, tool_use or tool_result (Baton reads no "
     "images and no documents, and runs no tools itself)"
 )
-# The members of each type of block, besides `type`: those that must be sent, and those
-# that may be sent.
+# For each type of block, the required and the optional members, without `type`.
 _MEMBERS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "text": (("text",), ("cache_control",)),
     "thinking": (("thinking",), ("signature",)),
@@ -43,7 +42,7 @@ _TYPES_OF_ROLE: Final = {
 
 
 class CacheControl(Strict):
-    """Requests that the prompt stays cached up to this place."""
+    """Requests that the server keep the prompt cached up to this place."""
 
     must_be: ClassVar[str] = 'an object {"type": "ephemeral"}'
 
@@ -123,7 +122,7 @@ class ContentBlock(Strict):
 def _check_type(given: Any, types: Collection[str], must_be: str | None) -> None:
     """Raises the error of `fault` if an object has an unknown `type`.
 
-    Without this check, the error would be about a member of the unknown type.
+    Without this check, the error would be about a different member of the object.
     """
     if not isinstance(given, dict):
         return
@@ -137,7 +136,7 @@ def _check_type(given: Any, types: Collection[str], must_be: str | None) -> None
 class InputMessage(Strict):
     must_be: ClassVar[str] = "an object with `role` and `content`"
 
-    # Anthropic's API has this member only in blocks.
+    # Anthropic's API has `cache_control` only in blocks, not in messages.
     cache_control: CacheControlField = None
     role: Literal["user", "assistant", "system"] = Field(
         description="user, assistant or system"

@@ -23,8 +23,8 @@ from protocol.openai.requests import refuse
 
 MAX_BREAKPOINTS = 4  # as in Anthropic's API
 # A line that Claude Code writes at the beginning of its system prompt. It is for
-# Anthropic's billing, and differs in each request. With this line in the prompt, no
-# request would find the prefix of an earlier one in a cache.
+# Anthropic's billing, and differs in each request. With this line in the prompts, no
+# two requests would share a cached prefix.
 _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 
 Part = dict[str, Any]
@@ -94,8 +94,8 @@ def _text_parts(blocks: Sequence[ContentBlock]) -> list[Part]:
 def _results(blocks: Sequence[ContentBlock]) -> Iterator[dict[str, Any]]:
     """Yields a message for each tool result.
 
-    Chat templates have no member for a failure, so the text of a failure begins with
-    "Error: ".
+    Chat templates do not distinguish failed results, so the text of a failed result
+    begins with "Error: ".
     """
     for block in blocks:
         if block.type == "tool_result":
@@ -128,7 +128,8 @@ def _assistant_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
         message["content"] = parts or None
-        # Chat templates write calls after texts.
+        # Chat templates write calls after texts. Therefore the `cache_control` of a
+        # call applies to the end of the message.
         for block in blocks:
             if block.type == "tool_use":
                 message |= marked(block.cache_control)
@@ -149,7 +150,7 @@ def cache_ttls(
         top_level: The `cache_control` of the request, which applies to the last block.
 
     Raises:
-        InvalidRequest: There are too many.
+        InvalidRequest: There are more than MAX_BREAKPOINTS `cache_control` members.
     """
     controls = [tool.cache_control for tool in tools]
     if system is not None and not isinstance(system, str):

@@ -2,7 +2,7 @@
 
 The paths of the Messages API have their own form of errors. The object in `error` has
 Anthropic's members and, like all errors of Baton, `code`, `param`, `phase` and
-`retryable`. Proxies read these members of the errors of servers.
+`retryable`. Proxies read these members in the error responses of servers.
 """
 
 import re
@@ -40,9 +40,10 @@ _TYPES: Final = {
 
 
 class ThreadUnsupported(RequestError, code="thread_unsupported_request"):
-    """The request needs a conversation that the server stores. No server stores any.
+    """The request refers to a stored conversation, but Baton stores no conversations.
 
-    The code is Anthropic's. Its client then sends the whole conversation.
+    The code is Anthropic's. When Anthropic's client receives this code, it sends the
+    whole conversation.
     """
 
 
@@ -52,11 +53,12 @@ def is_messages_path(path: str) -> bool:
 
 
 def check_version(scope: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest if the version of a request of the Messages API is no date.
+    """Raises InvalidRequest if a request to the Messages API has a version that is not
+    a date.
 
-    All versions are served alike, and so are requests without the header. A list of
-    known versions would refuse the next release of Anthropic's client, which may send a
-    new version although it uses the API as before.
+    All versions, and requests without the header, are served in the same way. A list of
+    known versions would exclude the next release of Anthropic's client, which may send
+    a new version although it uses the API as before.
     """
     if not is_messages_path(scope["path"]):
         return
@@ -84,7 +86,7 @@ def error_body(error: BatonError, path: str) -> dict[str, Any]:
 
 
 def error_event(error: BatonError) -> bytes:
-    """Returns the event that ends a stream of the Messages API which failed."""
+    """Returns the event that ends a failed stream of the Messages API."""
     data = msgspec.json.encode(error_body(error, MESSAGES_PATH))
     return b"event: error\n" + sse.event(data)
 
@@ -97,8 +99,8 @@ def _type_of(error: BatonError) -> str:
 def _message_of(error: BatonError) -> str:
     """Returns the message of an error.
 
-    Agents such as Claude Code search the message for the first words below, and then
-    shorten the conversation.
+    If the message contains "prompt is too long", agents such as Claude Code shorten the
+    conversation.
     """
     if isinstance(error, ContextLengthExceeded):
         return f"prompt is too long: {error.message}"

@@ -1,7 +1,7 @@
 """The request bodies of /v1/messages and /v1/messages/count_tokens.
 
-Both are converted to the same chat request, so the number of tokens that the second
-endpoint returns is exact.
+The bodies of both endpoints are converted to chat requests in the same way. Therefore
+the number of tokens that count_tokens returns is exact.
 """
 
 from typing import Annotated, Any, Final, Self
@@ -71,7 +71,7 @@ class ConversationFields(Strict):
         OutputConfig(), description="an object with `effort` and `format`"
     )
     cache_control: CacheControlField = None
-    # Baton never edits a conversation, and the response says so.
+    # Baton never edits a conversation. The response has an empty list of edits.
     context_management: dict[str, Any] | None = Field(
         None, description="an object; it changes nothing here"
     )
@@ -82,7 +82,7 @@ class ConversationFields(Strict):
     thread: Any = Field(None, description="left out: Baton stores no conversations")
 
     def check(self) -> None:
-        """Raises ThreadUnsupported if the server would have to store something."""
+        """Raises ThreadUnsupported if the request refers to a stored conversation."""
         super().check()
         if self.thread is not None:
             raise ThreadUnsupported(
@@ -224,7 +224,7 @@ def _prompt_fields(request: ConversationFields) -> dict[str, Any]:
 
 
 def _enable_thinking(thinking: Thinking | None) -> bool | None:
-    """Returns None if the client leaves the choice to the model's chat template."""
+    """Returns whether the model should reason; None: the chat template decides."""
     return None if thinking is None else thinking.type != "disabled"
 
 

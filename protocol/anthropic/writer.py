@@ -37,10 +37,10 @@ _DELTAS: Final = {
 # accepts any: a client writes the whole conversation of a request itself, so a signed
 # part of it would prove nothing.
 SIGNATURE = "baton"
-# The members of a message that has not ended.
+# The values of the stop members of a message that has not ended.
 _NOT_STOPPED: Final = {"stop_reason": None, "stop_sequence": None}
-# The member that holds arguments which are not a JSON object, because the model wrote
-# them wrong or was cut off. Anthropic recommends this name.
+# Name of the member of `input` that has the model's arguments if they are not a JSON
+# object, for example because the output was cut off. Anthropic recommends this name.
 INVALID_JSON = "INVALID_JSON"
 
 
@@ -58,7 +58,7 @@ class _Block:
         self.text = ""
 
     def start_entry(self) -> dict[str, Any]:
-        """Returns the block as it is in content_block_start, without its text."""
+        """Returns the block without its text, for the event content_block_start."""
         if self.call is not None:
             return self._call_entry({})
         if self.kind == _THINKING:
@@ -84,8 +84,8 @@ class _Block:
 
 
 def _input_of(arguments: str) -> Any:
-    """Returns the `input` of a tool call, in which numbers are as the model wrote
-    them.
+    """Returns the `input` of a tool call. Its numbers keep the text that the model
+    wrote.
     """
     text = arguments.strip() or "{}"
     try:
@@ -120,7 +120,7 @@ class MessagesWriter(ResponseWriter):
         self._content: list[dict[str, Any]] = []  # the completed blocks
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
-        """Returns the events of a piece. The block that it extends stays open."""
+        """Returns the events of a piece. The piece's last block stays open."""
         events: list[bytes] = []
         if piece.is_first:
             message = self._message(usage or Usage(), _NOT_STOPPED)
@@ -144,7 +144,7 @@ class MessagesWriter(ResponseWriter):
 
     def add_piece(self, piece: ChoicePiece) -> None:
         # The joined pieces that `complete_body` receives have lost the order of their
-        # parts. Therefore each piece is written here; its events are dropped.
+        # parts. Therefore this method writes each piece, and drops the events.
         _ = [*self._write(piece)]
 
     def complete_body(
@@ -216,7 +216,7 @@ class MessagesWriter(ResponseWriter):
         }
 
     def _stop_members(self, piece: ChoicePiece, usage: Usage) -> dict[str, Any]:
-        """Returns why the message ended.
+        """Returns the members that report why the message ended.
 
         Args:
             piece: The last piece, or all pieces joined.
@@ -235,10 +235,10 @@ class MessagesWriter(ResponseWriter):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """Returns the usage. Its three numbers of input tokens add up to the prompt.
+        """Returns the usage. Its three counts of input tokens add up to the prompt.
 
-        Every prompt is cached, but only a request with `cache_control` calls this the
-        creation of a cache entry, as its client expects.
+        Every prompt is cached. However, the usage reports the creation of cache entries
+        only for requests with `cache_control`, as their clients expect.
         """
         num_read = usage.kv.cached_tokens
         num_computed = usage.prompt_tokens - num_read

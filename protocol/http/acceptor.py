@@ -32,7 +32,7 @@ def raise_file_limit() -> None:
 
 
 def max_connections(descriptors_per_connection: int) -> int:
-    """Returns how many connections this process's limit of open files allows.
+    """Returns the number of connections that this process's limit of open files allows.
 
     Args:
         descriptors_per_connection: Number of file descriptors that each connection

@@ -1,4 +1,4 @@
-"""Access control, which needs only the head of a request.
+"""Access control, based only on the head of a request.
 
 Without API keys every client has all rights, except the rights that `check_operator`
 restricts. With API keys, a client without a key can use only the `open_paths` of
@@ -54,7 +54,7 @@ _ADDRESS = re.compile(rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE)
 
 
 def check(options: ListenOptions) -> None:
-    """Checks the options at the start; warns if every client may use the server.
+    """Checks the options when a process starts. Warns if any client may use the server.
 
     Raises:
         ValueError: A TLS file cannot be used, or an option needs API keys and there are
@@ -111,8 +111,10 @@ class Key:
         return {}
 
     def settle(self, difference: int) -> None:
-        """Adds `difference`, which may be negative, to an earlier charge: the request's
-        actual tokens minus the estimate.
+        """Corrects an earlier charge.
+
+        Args:
+            difference: The request's actual tokens minus the estimate; may be negative.
         """
 
     def end_request(self) -> None:
@@ -180,7 +182,7 @@ def grant_of(scope: Mapping[str, Any]) -> AccessGrant:
 
 
 def share_header(grant: AccessGrant) -> list[tuple[bytes, bytes]]:
-    """Returns the header by which servers distinguish keys without knowing their names.
+    """Returns a header with a digest of the key's name, for telling keys apart.
 
     The list is empty for a request without a key.
     """
@@ -273,7 +275,7 @@ class Access:
             )
 
     async def watch(self) -> None:
-        """Reloads the TLS files periodically, until the task is cancelled.
+        """Reloads the TLS files periodically, until the task is canceled.
 
         The method returns immediately if there are no TLS files. A subclass may also
         watch a file of API keys.
@@ -298,7 +300,8 @@ class Access:
     def redaction(self, scope: Mapping[str, Any]) -> dict[str, str] | None:
         """Returns the object that replaces details in the response.
 
-        None means that the client is an admin and receives the details.
+        The result is None if the client has the rights of an admin, so that it receives
+        the details.
         """
         return None if grant_of(scope).is_admin else REDACTED
 

@@ -23,7 +23,7 @@ from protocol.settings.server_options import QueueOptions
 # A prompt counts as at least this many tokens per choice, because even a short or
 # cached prompt takes memory and time.
 MIN_TOKENS = 64
-# A window gives a sample only after prompts have waited in it for this long.
+# A window ends with a sample only after prompts have waited in it for this long.
 _MIN_WINDOW_S = 0.5
 _MIN_LAST_WINDOW_S = 0.1  # replaces _MIN_WINDOW_S when the queue becomes empty
 _SAMPLE_WEIGHT = 0.5  # weight of a new sample in the moving average
@@ -54,7 +54,7 @@ class Admission:
         self._prefixes = SharedPrefixes(self._change_tokens)
         # The measured average; None before the first sample.
         self._seconds_per_token: float | None = None
-        self._served_tokens = 0  # tokens that the engine worked through in the window
+        self._served_tokens = 0  # tokens that the engine has processed in the window
         self._waited_s = 0.0  # waiting time in the window before `_waiting_since_s`
         # When the window began, or when the first prompt entered the empty queue in the
         # window, whichever is later.
@@ -265,10 +265,10 @@ class Admission:
     def _current_seconds_per_token(self) -> float:
         """Returns the average, or the estimate of the unfinished window if higher.
 
-        In the unfinished window, the engine has worked at most through the served
-        tokens and all tokens of the oldest entry. Therefore the window's time divided
-        by these tokens is a lower bound. Tokens of the oldest entry that are estimated
-        to be shared count too, because the estimate may be wrong.
+        In the unfinished window, the engine has processed at most the served tokens and
+        all tokens of the oldest entry. Therefore the window's time divided by the
+        number of these tokens is a lower bound. Tokens of the oldest entry that are
+        estimated to be shared count too, because the estimate may be wrong.
         """
         average = self._seconds_per_token
         oldest = next(iter(self._entries), None)
@@ -322,8 +322,8 @@ class QueueEntry:
 
         Args:
             num_processed: Tokens that the engine computed and pulled for the prompt;
-                None if the engine has not reported this number. The estimate of the
-                queue then counts.
+                None if the engine has not reported this number. The queue then uses its
+                estimate.
         """
         self.enqueue(request_id)
         prompt = self.prompts.get(request_id)

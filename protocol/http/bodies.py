@@ -62,8 +62,8 @@ async def read_body(
     """Returns the complete body of an ASGI request. Call it in the request's task.
 
     Args:
-        is_held: Count the body against --max-held-bytes until the task ends. False is
-            for a caller that keeps the body only briefly; such bodies do not count.
+        is_held: True: count the body against --max-held-bytes until the task ends.
+            False: do not count it, because the caller keeps it only briefly.
 
     Raises:
         PayloadTooLarge: The body has more than `limit_bytes`.
@@ -138,7 +138,7 @@ class Bodies:
         self._total_unfinished_bytes -= self._unfinished_bytes.pop(connection, 0)
 
     def hold(self, num_bytes: int) -> None:
-        """Counts a complete body until the current task, that of the request, ends.
+        """Counts a complete body until the current task (that of the request) ends.
 
         Raises:
             QueueFull: The sum of the bodies would exceed the limit. If no other body is

@@ -220,7 +220,8 @@ class _BoundedHttp(HttpToolsProtocol):
         match = _TARGET.fullmatch(target)
         path = unquote_to_bytes(match[1].partition(b"?")[0]) if match else b".."
         if not match or not {b".", b".."}.isdisjoint(re.split(rb"[/\\]", path)):
-            # A server behind this one could resolve dots to a path that is not public.
+            # If this server is a proxy, the server behind it could resolve the dots to
+            # a path that is not public.
             return errors.InvalidRequest(
                 f"the target is {target[:80]!r}; send a path without `.` or `..` and "
                 "without a fragment"
@@ -304,7 +305,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
         uvicorn calls this method for bytes that are not an HTTP request. The error is
         not sent if the client would take it for the response to an earlier request, or
-        for a part of such a response.
+        for a part of that response.
         """
         cycle = self.cycle
         if self._is_in_body:
@@ -365,7 +366,7 @@ class _BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes an idle connection soon, unless a request arrives before that.
+        """Closes an idle connection after a short delay, unless a request arrives.
 
         If the process was suspended, a request may have arrived that is not read yet.
         The short delay lets the event loop read such a request first.
@@ -420,7 +421,10 @@ class _BoundedHttp(HttpToolsProtocol):
 def _without_chunks(
     app: ASGI3Application, cycle: RequestResponseCycle
 ) -> ASGI3Application:
-    """Returns `app` with a response that has no chunks and ends with the connection."""
+    """Returns `app` changed to send responses without chunks.
+
+    The client detects the end of a response by the end of the connection.
+    """
     # uvicorn raises an error if a response without chunks is longer than its declared
     # length. Therefore each part of the body first increases that length.
     cycle.chunked_encoding = False

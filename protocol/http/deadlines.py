@@ -20,7 +20,7 @@ _is_number = re.compile(rb"[0-9]{1,7}(\.[0-9]{1,9})?").fullmatch
 
 
 class Countdown:
-    """Calls back after `timeout_s` seconds, unless it is cancelled.
+    """Calls `callback` after `timeout_s` seconds, unless `cancel` is called first.
 
     If the process was suspended, or its event loop was busy for a long time, a single
     timer would fire before the loop has read the data that arrived in time. Therefore
@@ -70,8 +70,8 @@ class Deadline:
         """Returns the header with the remaining time, for a request to another server.
 
         A margin is added to the remaining time, so that this process times out before
-        the other server. If that server reported the timeout first, this process would
-        take the report for a failure of the server.
+        the other server. If the other server reported the timeout first, this process
+        would treat the report as a failure of the other server.
         """
         left_s = max(self.expires_at_s - asyncio.get_running_loop().time(), 0.0)
         return HEADER.encode(), b"%.3f" % min(left_s + _MARGIN_S, MAX_S)

@@ -46,7 +46,8 @@ def check_bounds(body: bytes) -> None:
         PayloadTooLarge: The body has too many members, arrays and objects.
         InvalidRequest: The body is nested too deeply.
     """
-    num_opening = body.count(b"{") + body.count(b"[")  # also counts those in strings
+    # These counts include characters within strings, so they are upper bounds.
+    num_opening = body.count(b"{") + body.count(b"[")
     if num_opening <= MAX_DEPTH and body.count(b":") <= MAX_TOP_MEMBERS:
         return
     structure = structure_of(body)

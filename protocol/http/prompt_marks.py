@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 SPAN_TOKENS = 64  # tokens between two marks in the first 4,096 tokens of a prompt
 # Spans become longer along a prompt, which bounds the number of marks. The length of
-# spans doubles at each position that is this many times the current length.
+# spans doubles whenever the position reaches this multiple of the current length.
 _DOUBLING_RATIO = 64
 
 
@@ -70,7 +70,7 @@ class WaitingPrompt:
 
     Attributes:
         num_tokens: Number of tokens that this server must compute or pull for the
-            prompt if it shares none.
+            prompt if it shares no tokens with other prompts.
         min_tokens: Minimum number of tokens that the prompt counts as.
         is_shareable: False if the engine computes the complete prompt even if a part is
             cached.
@@ -87,7 +87,7 @@ class WaitingPrompt:
 
     @property
     def num_counted(self) -> int:
-        """Tokens that the prompt counts as in the queue."""
+        """Number of tokens that the prompt counts as in the queue."""
         shared = self.num_shared if self.is_shareable else 0
         return max(self.num_tokens - shared, self.min_tokens)
 
@@ -177,7 +177,7 @@ class SharedPrefixes:
             self._charge_oldest(key, num_tokens)
 
     def _charge_oldest(self, key: int, num_tokens: int) -> None:
-        """Lets the oldest waiting prompt with a span pay for it, if there is one."""
+        """Makes the oldest waiting prompt with a span, if any, pay for the span."""
         payer = next(iter(self._waiting.get(key, ())), None)
         if payer is not None:
             self._payers[key] = payer

@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
             http=bounded_protocol(options, extra_body_bytes),
             ws="none",
             access_log=False,
-            log_config=None,  # its lines go through Baton's loggers
+            log_config=None,  # keeps the handlers that setup_logging has installed
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),

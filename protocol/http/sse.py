@@ -8,8 +8,8 @@ from protocol.errors import BatonError
 
 MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
-# A stream without events for this time gets a ping. Clients take a stream for dead
-# after a minute or more.
+# A stream gets a ping after this time without events. Clients consider a stream without
+# data dead after a minute or more.
 PING_INTERVAL_S = 10.0
 
 
@@ -39,8 +39,8 @@ def error_event(error: BatonError, number: int | None = None) -> bytes:
 
 
 class Pings:
-    """Sends pings in a stream that has no events for a while, such as one whose client
-    gets no text of the reasoning.
+    """Adds pings to a stream that has no events for a while, for example because the
+    client does not receive the text of the reasoning.
 
     Args:
         ping: The event to send; empty if the stream's format has none.

@@ -1,8 +1,9 @@
 """The messages between an engine and the KV store of its host.
 
-An engine opens a region of the store, and repeats OpenRegion as long as it lives. The
-answer names the region's side channel, over which KV moves as between two engines
-(protocol/handshake.py). A message is a MAC and a payload, as on the side channel.
+An engine opens a region of the store, and repeats OpenRegion while the engine runs. The
+reply has the port of the region's side channel. Over the side channel, KV is offered
+and pulled as between two engines (protocol/handshake.py). A message consists of a MAC
+and a payload, as on the side channel.
 """
 
 from typing import Annotated, Final
@@ -21,21 +22,21 @@ from protocol.handshake import (
 _Id = Annotated[str, Meta(min_length=1, max_length=128)]
 _Tokens = Annotated[int, Meta(ge=1, lt=1 << 32)]
 _BlockSize = Annotated[int, Meta(ge=1, le=256)]
-# Bound of the size of a message. The largest part is one scale for each layer and
-# component.
+# Maximum size of a message. Its largest part is the list of KV scales, with one scale
+# for each layer and component.
 MAX_MESSAGE_BYTES: Final = 1 << 20
-# The ids of regions in handshakes begin with this text, unlike those of engines, which
-# begin with their role.
+# The `engine_id` of a region begins with this text. The id of an engine begins with the
+# engine's role instead.
 STORE_PREFIX: Final = "store-"
-# How offers to a store end. "stored": the region has all tokens; "dropped": the store
-# had too much to do, or no use for the offer; "evicted": the region no longer has the
-# tokens before the offered ones; "failed": the pull has failed, or the lease of a
+# Outcomes of an offer to a store. "stored": the region has all tokens; "dropped": the
+# store had too much to do, or no use for the offer; "evicted": the region no longer has
+# the tokens before the offered tokens; "failed": the pull has failed, or the lease of a
 # waiting offer has ended.
 OFFER_OUTCOMES: Final = ("stored", "dropped", "evicted", "failed")
 
 
 class RegionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV of a region. The region has all KV heads on one rank.
+    """The description of the KV in a region. A region has all KV heads on one rank.
 
     Attributes:
         group_layers: Layers of the largest layer group (kvcache/groups.py).
@@ -58,7 +59,7 @@ class OpenRegion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionOpened(msgspec.Struct, frozen=True, tag="opened", kw_only=True):
-    """The answer to OpenRegion.
+    """The reply to OpenRegion if the region is open.
 
     Attributes:
         port: The port of the region's side channel, at the address of the store.
@@ -76,7 +77,7 @@ class RegionOpened(msgspec.Struct, frozen=True, tag="opened", kw_only=True):
 
 
 class RegionPending(msgspec.Struct, frozen=True, tag="pending", kw_only=True):
-    """The answer to OpenRegion while the store allocates the memory of the region. The
+    """The reply to OpenRegion while the store allocates the memory of the region. The
     engine repeats its request until the region is open.
 
     Attributes:
@@ -88,7 +89,7 @@ class RegionPending(msgspec.Struct, frozen=True, tag="pending", kw_only=True):
 
 
 class RegionRefused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
-    """The answer to an OpenRegion that the store cannot serve, with the reason and the
+    """The reply to an OpenRegion that the store cannot serve, with the reason and the
     fix. The MAC is wrong if the engine has a different cluster secret."""
 
     nonce: str = ""

@@ -35,8 +35,8 @@ class Wire:
         unsent: The queue of messages to send. The caller can reuse the queue for a new
             connection, because a message stays in the queue until the kernel has
             accepted all its bytes.
-        read_bytes: Maximum number of bytes that one call of `receive` reads, for a peer
-            that is not trusted.
+        read_bytes: Maximum number of bytes that one call of `receive` reads from an
+            untrusted peer; None: no limit.
 
     Attributes:
         unsent_bytes: Number of bytes that the kernel has not accepted yet.
@@ -162,7 +162,7 @@ class Wire:
             (length,) = _LENGTH.unpack_from(self._received, start)
             if length > self.max_bytes:
                 if messages:
-                    break  # the caller may raise the limit because of these
+                    break  # the caller may raise the limit when it gets `messages`
                 self._close_reason = (
                     f"the peer sent a message of {length} bytes, the limit is "
                     f"{self.max_bytes}"
@@ -285,8 +285,8 @@ class Waker:
             pass  # no thread has called `wake`
 
     def close(self) -> None:
-        """Closes the descriptor. No other thread may do this before the polling thread
-        ends.
+        """Closes the descriptor. While the polling thread runs, only this thread may
+        call the method.
         """
         with self._lock:
             fd, self._fd = self._fd, -1

@@ -29,7 +29,7 @@ _RESERVED_VARIABLES = (
     "tools",
     "documents",
     "add_generation_prompt",
-    # Templates write some special tokens after each turn.
+    # Templates write some of these special tokens after each turn.
     "bos_token",
     "cls_token",
     "eos_token",
@@ -126,7 +126,7 @@ class Message(Strict):
     """One message of a conversation.
 
     Chat templates distinguish a null content from an empty content and from an absent
-    content. For example, some templates recognise a message that consists of tool calls
+    content. For example, some templates recognize a message that consists of tool calls
     by its null content.
 
     Attributes:
@@ -181,7 +181,11 @@ class Message(Strict):
         return self.reasoning or self.reasoning_content or blocks
 
     def cache_marks(self, num_messages: int) -> Iterator[CacheMark]:
-        """Yields the marks of the message, which is number `num_messages`, in order."""
+        """Yields the marks in this message, in order.
+
+        Args:
+            num_messages: Number of messages up to and including this message.
+        """
         parts = self.content_ if isinstance(self.content_, list) else []
         for number, part in enumerate(parts, 1):
             if isinstance(part, TextPart) and part.cache_control is not None:
@@ -309,8 +313,8 @@ class ChatRequest(PromptFields, GenerationRequest):
         """The parts of the conversation to keep: the longest one for each duration.
 
         Chat templates write the tools before or after the system messages, or into the
-        first message. So the mark of a tool stands for the system messages, or for the
-        first message if there are none.
+        first message. Therefore a mark of a tool covers the system messages, or the
+        first message if there are no system messages.
         """
         marks: dict[int, CacheMark] = {}
         num_system = 0
@@ -332,7 +336,9 @@ class ChatRequest(PromptFields, GenerationRequest):
         return mark.num_parts is None and mark.num_messages == len(self.messages)
 
     def up_to(self, mark: CacheMark) -> Self:
-        """Returns the request with only the messages of a mark, to be rendered."""
+        """Returns the request with only the part of the conversation that `mark`
+        covers, for rendering.
+        """
         *messages, last = self.messages[: mark.num_messages]
         return self.model_copy(
             update={

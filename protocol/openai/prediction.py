@@ -1,6 +1,6 @@
 """The field `prediction`: a text that the client expects in the answer.
 
-Its tokens are proposed to the model (engine/speculation/). They change no token of the
+Its tokens are proposed to the model (engine/speculation/), and do not change the
 answer.
 """
 
@@ -34,7 +34,7 @@ class Prediction(Strict):
     must_be: ClassVar[str] = 'an object {"type": "content", "content": "..."}'
 
     type: Literal["content"] = Field(description="content")
-    # The parts of the content are joined like those of a message.
+    # The parts of the content are joined like the parts of a message.
     text: Annotated[str, ReadFrom(str | _Parts, _join)] = Field(
         alias="content", description="a string or a list of text parts"
     )

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from protocol.openai.requests import ReadFrom, Strict
 
-# Seconds by the values of `ttl` and of `prompt_cache_retention`. OpenAI keeps prompts
+# Seconds for each value of `ttl` and of `prompt_cache_retention`. OpenAI keeps prompts
 # `in_memory` for 5 to 10 minutes after their last use. Older clients write in-memory.
 RETENTION_S: Final = {
     "5m": 300,
@@ -69,8 +69,8 @@ MAX_KV_ACTIONS = 1024
 class KVHintsEnvelope(Strict):
     """The hints that routers such as Dynamo add to requests, in vLLM's format.
 
-    vLLM and TensorRT-LLM document the envelope, but no action. So no action is executed
-    here either.
+    vLLM and TensorRT-LLM document the envelope, but no actions. Therefore Baton does
+    not execute any action.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -98,13 +98,13 @@ Marked = Annotated[
 
 @dataclass(frozen=True)
 class CacheMark:
-    """A part of a conversation to keep, from its beginning.
+    """The first messages of a conversation, whose KV the client asks to keep.
 
     Attributes:
-        seconds: How long it is to be kept.
-        num_messages: Number of messages in the part.
-        num_parts: Number of content parts of the last message that belong to it; None:
-            all.
+        seconds: Time for which the KV is to be kept.
+        num_messages: Number of these messages.
+        num_parts: Number of content parts of the last of these messages that are
+            included; None: all.
     """
 
     seconds: int

@@ -41,9 +41,9 @@ class Strict(BaseModel):
         endpoint: The path at which the object is the request body; empty for an object
             within a body.
         summary: A sentence that describes the endpoint.
-        must_be: The requirement in error messages, if a value is not such an object.
-        reported_whole: Only for objects in a list: if a member is wrong, the error
-            message shows the whole object. But not if the member is an object itself.
+        must_be: The requirement in the error about a value that is not such an object.
+        reported_whole: Whether the error about a wrong member shows the whole object.
+            Applies only to objects in a list, and not to members that are objects.
         keeps_null: Names of the members for which null and absence differ.
     """
 
@@ -348,7 +348,9 @@ def _explain(model: type[Strict], body: Any, item: ErrorDetails) -> InvalidReque
 
 
 def _names_object(classes: list[type[Strict]], names: Sequence[int | str]) -> bool:
-    """Whether one of these names is a member of these classes that is an object."""
+    """Returns whether one of `names` is the name of a member that is an object in one
+    of `classes`.
+    """
     return any(
         name in _fields(cls) and any(_object_classes(_fields(cls)[name]))
         for cls in classes

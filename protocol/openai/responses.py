@@ -86,8 +86,8 @@ class ChoicePiece(msgspec.Struct):
 
     @property
     def num_continuing(self) -> int:
-        """How many of the first `tool_calls` continue a call that began in an earlier
-        piece. They precede `text`."""
+        """Number of entries at the beginning of `tool_calls` that continue a call of an
+        earlier piece. These entries precede `text`."""
         for number, call in enumerate(self.tool_calls):
             if call.name is not None:
                 return number

@@ -172,9 +172,9 @@ def _as_messages(given: str | list[InputItem]) -> list[dict[str, Any]]:
             and turn
             and ("tool_calls" in turn or not turn["content"])
         ):
-            # Some clients send the tool calls of a turn before its text. The text joins
-            # the message with the calls, because no message may stand between a call
-            # and its output.
+            # Some clients send the tool calls of a turn before its text. The text is
+            # added to the message with the calls, because no message may stand between
+            # a call and its output.
             turn["content"] = "\n\n".join(filter(None, (turn["content"], item.content)))
         else:
             messages.append({"role": item.role, "content": item.content})
@@ -199,7 +199,7 @@ class FunctionTool(Function, NamedFunction):
 
 class ReasoningOptions(Strict):
     effort: Effort = None
-    summary_: UnreadText = Field(None, alias="summary")  # reasoning is not summarised
+    summary_: UnreadText = Field(None, alias="summary")  # reasoning is not summarized
     generate_summary: UnreadText = None
 
 

@@ -182,7 +182,7 @@ class ResponsesWriter(ResponseWriter):
 
     def add_piece(self, piece: ChoicePiece) -> None:
         # The joined pieces that `complete_body` receives have lost the order of their
-        # parts. Therefore each piece is written here; its events are dropped.
+        # parts. Therefore this method writes each piece, and drops the events.
         _ = [*self._write(piece)]
 
     def complete_body(
@@ -197,7 +197,8 @@ class ResponsesWriter(ResponseWriter):
         for call in piece.tool_calls[: piece.num_continuing]:
             yield from self._add_text(_CALL, call.arguments, call)
         if piece.reasoning:
-            self._pending_logprobs.clear()  # of whitespace before the reasoning
+            # The pending logprobs belong to whitespace before the reasoning.
+            self._pending_logprobs.clear()
             yield from self._add_text(_REASONING, piece.reasoning)
         self._pending_logprobs += (
             report for report in piece.logprobs or () if report.is_of_text
@@ -271,7 +272,7 @@ class ResponsesWriter(ResponseWriter):
         if self._item is None:
             yield from self._add_text(_MESSAGE, "")
         elif self._item.kind == _MESSAGE:
-            # The pending logprobs are of tokens without text, such as the
+            # The pending logprobs belong to tokens without text, such as the
             # end-of-sequence token.
             self._take_pending(self._item)
         is_incomplete_call = (

@@ -1,4 +1,4 @@
-"""The fields that /v1/completions and /v1/chat/completions share.
+"""The request fields that the generating endpoints share.
 
 The fields set limits, sampling, stop conditions and streaming. If a request has both
 `max_tokens` and `max_completion_tokens`, the smaller value counts. Every 64-bit seed,
@@ -170,7 +170,7 @@ class SamplingFields(Strict):
 
 
 class SamplingAndStopFields(SamplingFields):
-    """Fields for sampling and stopping that all generating endpoints have."""
+    """Fields for sampling and stopping. /v1/messages does not have all of them."""
 
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -194,7 +194,7 @@ class GenerationConfig(SamplingFields):
 
 
 class CommonFields(Strict):
-    """Fields that all generating endpoints have besides SamplingAndStopFields."""
+    """Fields that all generating endpoints have in addition to SamplingFields."""
 
     model: ModelName = ""
     request_id: AnswerId = None
@@ -228,8 +228,8 @@ class CommonFields(Strict):
     def is_prefill(self) -> bool:
         """Whether this request is a prefill leg.
 
-        A proxy changes fields of a prefill leg, such as the token limit. Therefore
-        fields that contradict each other are valid in a prefill leg.
+        A proxy changes fields of a prefill leg, such as the token limit. Therefore a
+        prefill leg may have fields that contradict each other.
         """
         params = self.kv_transfer_params
         return isinstance(params, dict) and params.get("do_remote_decode") is True
@@ -335,8 +335,8 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     def drops_oldest_messages(self) -> bool:
         """Whether a prompt that is too long loses its oldest messages.
 
-        Otherwise such a prompt loses its first tokens if the request sets
-        `truncate_prompt_tokens`, and is refused if not.
+        If False, a prompt that is too long loses its first tokens if the request sets
+        `truncate_prompt_tokens`. Without this field, the request is refused.
         """
         return False
 
@@ -360,7 +360,7 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
     def limit_field(self) -> str:
         """Name, for error messages, of the field that sets the `token_limit`.
 
-        Without a limit, the name of the field in which clients usually set it.
+        If the request has no limit, this is the field in which clients usually set it.
         """
         if self.max_tokens is not None and self.max_tokens == self.token_limit:
             return "max_tokens"

@@ -11,10 +11,10 @@ from protocol.resume import num_tokens_of
 
 
 class _Usage(msgspec.Struct):
-    """The usage of completions and chats (the first two members), or of /v1/responses
-    and /v1/messages (the others).
+    """The usage in a response.
 
-    The three members about the input of /v1/messages add up to the prompt.
+    Completions and chats have the first two members. /v1/responses and /v1/messages
+    have the other members. In /v1/messages, three members together count the prompt.
     """
 
     prompt_tokens: int | None = None
@@ -43,7 +43,7 @@ class _Answer(msgspec.Struct):
     Attributes:
         response: The complete response in the last event of /v1/responses.
         count: Number of tokens in a response of /tokenize.
-        input_tokens: The same number in a response of /v1/messages/count_tokens.
+        input_tokens: Number of tokens in a response of /v1/messages/count_tokens.
     """
 
     usage: _Usage | None = None
@@ -61,7 +61,7 @@ class TokenMeter:
     """The token counts of one response so far.
 
     Attributes:
-        num_prompt_tokens: The number that the server has reported; None until then.
+        num_prompt_tokens: The number that the server has reported; None: not reported.
         has_begun: Whether a part of the response has shown that the request uses
             tokens.
     """

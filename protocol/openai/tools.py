@@ -1,7 +1,7 @@
 """The tools that the model may or must call, and the tool calls of an answer.
 
 If a call is required (`tool_choice` is "required" or names a tool), a grammar for the
-whole answer enforces the call. With "auto" the model decides, and calls are recognised
+whole answer enforces the call. With "auto" the model decides, and calls are recognized
 in the format of the chat template (engine/text/tool_parser.py).
 """
 
@@ -87,7 +87,7 @@ class Tools:
         is_parallel: Whether an answer may have several calls.
         function_path: Path, within a tool, of the members of its function, for error
             messages: "function." in chats, empty in other APIs.
-        parameters_name: The name of a function's schema in the request.
+        parameters_name: The name of the request's members that have function schemas.
     """
 
     offered: tuple[dict[str, Any], ...] = ()

@@ -1,4 +1,4 @@
-"""How a process that its parent ends by ALARM handles that signal."""
+"""Signal handling in a process that its parent ends by ALARM."""
 
 import signal
 import sys
@@ -12,11 +12,10 @@ _REPEAT_ALARM_S = 0.01  # delay until this process sends itself a dropped ALARM 
 def end_on_alarm() -> None:
     """Makes ALARM raise SystemExit, and disables SIGTERM. Call it in the main thread.
 
-    A service manager sends SIGTERM to all processes of a service at once. The parent of
-    this process may still need this process then, and ends it by ALARM later.
+    A service manager sends SIGTERM to all processes of a service at once. At that time,
+    the parent may still need this process. The parent ends it later by ALARM.
     """
-    # SIGTERM gets a function that does nothing, because child processes would inherit
-    # SIG_IGN.
+    # The handler does nothing. It is not SIG_IGN, which child processes would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(ALARM, _raise_exit)
     sys.unraisablehook = _on_unraisable
@@ -25,7 +24,7 @@ def end_on_alarm() -> None:
 def ignore_alarm() -> None:
     """Ignores ALARM from now on, so that the signal cannot interrupt the shutdown.
 
-    The parent sends ALARM as soon as it detects that this process ends.
+    The parent sends ALARM as soon as it detects that this process is shutting down.
     """
     signal.signal(ALARM, signal.SIG_IGN)
 

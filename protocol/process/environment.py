@@ -21,7 +21,7 @@ def child_environment() -> dict[str, str]:
     environ = clean_environment(os.environ)
     environ[SAFE_PATH] = "1"
     # The folder of Baton's packages is the repository, or the package baton_pd if Baton
-    # is installed. Neither has a module with the name of one of Python's.
+    # is installed. No module in this folder has the name of a module of Python.
     root = os.path.dirname(os.path.dirname(os.path.abspath(protocol.__file__)))
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environ["PYTHONPATH"] = os.pathsep.join(

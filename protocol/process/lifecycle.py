@@ -44,7 +44,7 @@ from protocol.process.output import flush_output
 from protocol.short_repr import short_repr
 
 PARENT_FD = "BATON_PARENT_FD"
-TAIL_LINES = 40  # how many of a child's last lines are kept
+TAIL_LINES = 40  # number of a child's last lines that are kept
 # The signal by which a parent ends a child that has called alarm.end_on_alarm.
 ALARM = signal.SIGALRM
 # Maximum duration of a single wait in a main thread that handles signals. If a signal
@@ -52,12 +52,12 @@ ALARM = signal.SIGALRM
 # handler only when the wait ends.
 SIGNAL_CHECK_INTERVAL_S = 0.5
 _KILLED_TIMEOUT_S = 10.0  # longest wait for the end of processes after SIGKILL
-# Exit status of a process that outlived its parent for longer than `grace_s` seconds.
+# Exit status of a process that still ran `grace_s` seconds after its parent had ended.
 ORPHANED = 86
 
 
 class Event(NamedTuple):
-    """A change in the state of a child. The kinds and their values are:
+    """A report of a child process, or its end. The kinds and their values are:
 
     progress: The child is starting; the value describes the current step.
     ready: The child serves; the value has its addresses, such as {"port": 8000}.
@@ -81,7 +81,7 @@ class Terminable(Protocol):
         """Sends a signal to the process, unless it has ended."""
 
     def kill(self) -> None:
-        """Ends the process without a chance to finish its work."""
+        """Ends the process immediately, so that it cannot finish its work."""
 
 
 @dataclass(eq=False)
@@ -124,8 +124,8 @@ class Child:
         """Returns why the process ended, for an error message.
 
         The result is the reason that the process reported, else its last line with its
-        exit status. If the exit status is 0, the last line is left out, because the
-        line then does not show the reason.
+        exit status. The last line of a process that another process ended (exit status
+        0) does not show the reason, so it is left out.
         """
         if self.failure is not None:
             return self.failure
@@ -239,7 +239,7 @@ def _start_threads(
     on_event: Callable[[Event], None] | None,
     on_line: Callable[[str], None] | None,
 ) -> None:
-    """Starts the threads that read the child's lines, and its reports."""
+    """Starts the threads that read the child's lines and the child's reports."""
     on_event = on_event or (lambda _: None)
     on_line = on_line or partial(print_line_of, child.name)
     printer = threading.Thread(target=_read_lines, args=(child, on_line), daemon=True)
@@ -261,7 +261,9 @@ def print_line_of(name: str, line: str) -> None:
 
 
 def _read_lines(child: Child, on_line: Callable[[str], None]) -> None:
-    """Keeps the child's last lines, and passes each line on, until its pipe closes."""
+    """Stores the child's last lines and calls `on_line` for each line, until the pipe
+    closes.
+    """
     with child.process.stdout or contextlib.nullcontext(()) as stream:
         for raw in stream:
             line = raw.decode(errors="replace").rstrip()
@@ -310,10 +312,11 @@ def terminate(
 ) -> bool:
     """Ends all children: sends the signal `number`, and after `grace_s` SIGKILL.
 
-    When the function returns, all children have ended and are reaped.
+    When the function returns, all children have ended and are reaped, except for a
+    child that still runs _KILLED_TIMEOUT_S after SIGKILL.
 
     Args:
-        signalled: Children that have already got the signal.
+        signalled: Children that have already received the signal.
 
     Returns:
         Whether all children ended without SIGKILL.
@@ -380,7 +383,7 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
     calls this function first.
 
     Returns:
-        False, without a thread, if `spawn` has not started this process.
+        False if `spawn` has not started this process. No thread is started then.
 
     Raises:
         SystemExit: BATON_PARENT_FD is not a socket of a parent.
@@ -437,7 +440,7 @@ def _parent_fd() -> int | None:
 
 
 def report_progress(text: str) -> None:
-    """Reports the current step of the start to the parent process, if any."""
+    """Reports the current step of the startup to the parent process, if any."""
     _report("progress", text)
 
 

@@ -1,7 +1,7 @@
-"""Finds the process that wrote a line of output, and makes lines JSON objects.
+"""Identifies the process that wrote a line of output, and converts lines to JSON.
 
-Log lines have the formats that logging.py describes. All other lines are output of
-libraries, of the interpreter, or of Baton's programs before and after their work.
+Log lines have the formats that logging.py describes. All other lines are printed by
+libraries, by the interpreter, or by Baton's programs while they start or end.
 """
 
 import re
@@ -14,15 +14,15 @@ import msgspec
 # Parent of all loggers of Baton. For loggers of other packages, only warnings and
 # errors are shown.
 ROOT_LOGGER = "baton"
-OUTPUT_LOGGER = f"{ROOT_LOGGER}.output"  # of lines that were printed, not logged
+OUTPUT_LOGGER = f"{ROOT_LOGGER}.output"  # logger name for lines that were printed
 _HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ +(\S+) ")
-_JSON_START = '{"time":"'  # of all lines of `json_line`
+_JSON_START = '{"time":"'  # the beginning of every result of `json_line`
 _LAUNCHER_PREFIX = "baton | "
-# The reason for which a program ends begins with "error: " or "PROGRAM: error: ".
+# The message with which a program fails begins with "error: " or "PROGRAM: error: ".
 _ERROR = "error: "
 _MAX_PROGRAM_CHARS = 24
 
-# The `part` of this process's JSON lines; empty: it writes lines of text.
+# The `part` of this process's JSON lines; empty if this process writes text lines.
 _json_part = ""
 
 
@@ -50,18 +50,18 @@ def json_line(seconds: float, level: str, part: str, members: dict[str, str]) ->
     Args:
         seconds: A Unix time.
         part: Role and rank of the process, such as "decode/0".
-        members: The further members.
+        members: Additional members of the object.
     """
     head = {"time": time_text(seconds), "level": level, "part": part}
     return msgspec.json.encode(head | members).decode()
 
 
 def use_json_lines(part: str) -> Callable[[str], str]:
-    """Makes this process write its children's lines as JSON objects, too.
+    """Makes `format_child_line` return JSON objects in this process.
 
     Returns:
-        The function that makes an object of a line that was printed, not logged. A line
-        that is an object stays as it is.
+        A function that converts a printed line to a JSON object. The function returns a
+        line that is already a JSON object unchanged.
     """
     global _json_part
     _json_part = part
@@ -78,9 +78,9 @@ def _as_json(line: str) -> str:
 
 
 def format_child_line(name: str, line: str) -> str:
-    """Returns a line that a child process has written, with the name of the child.
+    """Returns a line of a child process with the child's name as a prefix.
 
-    With JSON lines, the name is the member `process`.
+    In a JSON object, the name is the member `process` instead.
     """
     if not _json_part:
         return f"{name} | {line}"
@@ -91,7 +91,7 @@ def format_child_line(name: str, line: str) -> str:
 
 
 def _decode(line: str) -> dict[str, Any] | None:
-    """Returns the members of a line of `json_line`; None for other lines."""
+    """Returns the members of a result of `json_line`; None for any other line."""
     if not line.startswith(_JSON_START):
         return None
     try:
@@ -104,8 +104,8 @@ def _decode(line: str) -> dict[str, Any] | None:
 def as_text(line: str) -> str:
     """Returns a line of output as text.
 
-    A JSON object becomes the corresponding line of text; of an object with an
-    exception, the last line of the traceback.
+    A JSON object becomes the corresponding text line. An object with an exception
+    becomes only the last line of the traceback.
     """
     members = _decode(line)
     if members is None:
@@ -120,10 +120,10 @@ def as_text(line: str) -> str:
 
 
 def sender_of(line: str) -> str | None:
-    """Returns role and rank of the process that wrote this line, such as "decode/0".
+    """Returns the role and rank of the process that wrote a line, such as "decode/0".
 
-    None means that the line has no header: it is text that is part of a traceback, or
-    was not written by Baton's loggers.
+    The result is None if the line has no header, because it is a text line of a
+    traceback, or because Baton's loggers did not write it.
     """
     if members := _decode(line):
         return str(members.get("part"))
@@ -132,5 +132,5 @@ def sender_of(line: str) -> str | None:
 
 
 def is_rank(sender: str) -> bool:
-    """Returns whether a result of `sender_of` is a rank of an engine."""
+    """Returns whether a result of `sender_of` names a rank of an engine."""
     return "/" in sender

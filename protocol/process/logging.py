@@ -115,7 +115,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def trace_extra(trace_id: str | None) -> dict[str, str] | None:
-    """Returns the argument `extra` of a log call about a request with this trace."""
+    """Returns the argument `extra` for log calls about a request with this trace."""
     return {"trace_id": trace_id} if trace_id else None
 
 
@@ -138,7 +138,7 @@ def setup_logging(
             error.
         rank: Rank of this process in its engine; None for a process without a rank.
         stream: Send the lines to this stream instead of stderr, without a queue.
-        log_format: "json" also concerns lines that libraries print.
+        log_format: "json" also applies to lines that libraries print.
     """
     part = role if rank is None else f"{role}/{rank}"
     formatter: logging.Formatter = LineFormatter(part)

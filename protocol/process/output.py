@@ -3,10 +3,10 @@
     print, log lines --> bounded queue --> one thread per file --> stdout, stderr
 
 If nothing reads a pipe or a terminal, its writers block as soon as the kernel's buffer
-is full (64 KiB for a pipe). Here only the writing thread blocks. If the queue is full,
-new lines are dropped and counted, but the newest of them are kept. As soon as the file
-accepts data again, a line with the number of dropped lines is written, followed by the
-kept lines.
+is full (64 KiB for a pipe). With this module, only the writing thread blocks. While the
+queue is full, new lines go to a second, short queue, which drops and counts its oldest
+lines. As soon as the file accepts data again, a line with the number of dropped lines
+is written, followed by the lines of the second queue.
 
 Output that C libraries write to the file descriptors does not pass through the queue.
 """
@@ -29,7 +29,7 @@ _BATCH_BYTES: Final = 4096  # PIPE_BUF: writes up to this size are atomic on a p
 
 # Returns the line that reports a number of dropped lines.
 DescribeDropped = Callable[[int], str]
-WrapLine = Callable[[str], str]  # returns the line to write for a line
+WrapLine = Callable[[str], str]  # converts a line before it is written
 
 
 class OutputQueue:
@@ -78,7 +78,7 @@ class OutputQueue:
                 self._append(text)
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Waits until the queue is written, including the kept lines of a full queue.
+        """Waits until the queue is written, including the texts in `_last_texts`.
 
         Returns:
             False if not everything was written within `timeout_s` seconds.
@@ -163,8 +163,7 @@ class OutputQueue:
             try:
                 num_written += os.write(self._fd, text[num_written:])
             except BlockingIOError:
-                # This process shares the file with a process that has made the file
-                # non-blocking.
+                # Another process shares the file and has made it non-blocking.
                 select.select([], [self._fd], [])
             except OSError:
                 break
@@ -178,8 +177,8 @@ class QueuedStream(io.TextIOBase):
     calls `flush`. Therefore the lines of several threads do not mix.
 
     Args:
-        wrap_line: Returns the line to write for a line. `flush` then also completes an
-            incomplete line.
+        wrap_line: Converts each line before it is written. With this argument, `flush`
+            also ends an incomplete line with a newline.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def end_with_vital_threads() -> None:
             lifecycle.report_failure(f"thread {args.thread.name} ended: {reason}")
             _log.critical("thread %s", args.thread.name, exc_info=args.exc_value)
         finally:
-            # Other threads may be in any state, so they are not notified.
+            # Other threads may be in any state, so this process does not wait for them.
             lifecycle.exit_now(1)
 
     threading.excepthook = end_process

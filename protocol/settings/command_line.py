@@ -1,8 +1,8 @@
 """The command line of a settings class: its parser and its --help.
 
 The options of a class belong to topics. --help shows the common options and the names
-of the topics. --help=TOPIC shows the options of one topic, --help=WORD those whose name
-contains the word, and --help=all shows all options.
+of the topics. --help=TOPIC shows the options of one topic, --help=WORD shows options
+with the word in their names, and --help=all shows all options.
 """
 
 import argparse
@@ -38,7 +38,9 @@ _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
 _LIST_METAVARS = {
     f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()
 }
-_NOT_A_POSITIONAL = ("true", "false")  # `--ui false` instead of --no-ui
+# Words that are not taken for the positional value. A user who writes `--ui false`
+# instead of --no-ui gets an error.
+_NOT_A_POSITIONAL = ("true", "false")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -187,7 +189,7 @@ class _Help(argparse.Action):
 
 
 def make_parser(cls: type[BaseSettings], prog: str | None) -> Parser:
-    """Returns the parser of a settings class; it is only for --help and completion."""
+    """Returns the parser of a settings class, for --help and completion only."""
     source: CliSettingsSource[Any] = _source(cls, prog)
     parser: Parser = source.root_parser
     return parser
@@ -217,7 +219,7 @@ def _source(cls: type[BaseSettings], prog: str | None) -> CliSettingsSource[Any]
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments. A word without an option is the positional field's value.
 
-    argparse itself would not take such a word after an option in every Python version.
+    In some Python versions, argparse itself rejects such a word after an option.
     """
     parsed, words = parser.parse_known_args(argv)
     name = parser.positional
@@ -263,9 +265,10 @@ def _add_argument(
 
 
 def _topic_of(cls: type[BaseModel], name: str) -> str:
-    """Returns the topic of a field: that of the class that defines the field.
+    """Returns the topic of the class that defines a field.
 
-    If a subclass only replaces the default, the topic is that of the first definition.
+    If subclasses define the field again, for example with another default, the topic is
+    that of the base class.
     """
     fields = {info.alias or field: field for field, info in cls.model_fields.items()}
     field = fields.get(name, name)

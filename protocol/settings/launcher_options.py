@@ -1,4 +1,4 @@
-"""Options of `baton up` that say where its parts run and when they are restarted."""
+"""Options of `baton up` and `baton serve` for the processes of their cluster."""
 
 from typing import ClassVar, Literal
 
@@ -8,19 +8,19 @@ from protocol.settings.options import Options, Seconds
 
 
 class LauncherOptions(Options):
-    """Where the parts of a cluster run, and when they are restarted."""
+    """The placement, the restarts and the KV store of a cluster."""
 
     topic: ClassVar[str] = "cluster"
     max_restarts: int = Field(5, ge=0, le=1000)
-    """how many times a server or the proxy may be restarted within --restart-window-s
-    after it has ended. The next end within that time ends the cluster (0: the first
-    end does)
+    """maximum number of restarts of each server and of the proxy within
+    --restart-window-s. If a process ends once more within that time, the cluster ends
+    (0: no restarts)
     """
     restart_window_s: Seconds = 600.0
     """time in which the restarts of --max-restarts are counted (s)"""
     drain_timeout_s: Seconds = 600.0
     """how long a server that `baton scale` removes may finish its requests before it
-    is stopped and its streams continue elsewhere (s)
+    is stopped and its streams continue on other servers (s)
     """
     host_kv_bytes: int | None = Field(None, ge=0, le=2**48)
     """host memory of a KV store, which keeps the servers' KV after it was evicted, and

@@ -44,7 +44,7 @@ Port = Annotated[
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 ApiKey = Annotated[SecretStr, Field(min_length=8, max_length=1024)]
-# For options that compose files set by a variable with an empty default.
+# For options that docker-compose.yml sets from a variable, which is empty by default.
 NONE_IF_EMPTY = BeforeValidator(lambda value: None if value == "" else value)
 
 
@@ -56,11 +56,11 @@ class Options(BaseModel):
     Class attributes:
         option_prefix: Prefix of the names of these options on the command line, such as
             "decode." for --decode.tp.
-        topic: Topic in --help of the options that this very class defines
-            (protocol/settings/command_line.py).
+        topic: Topic in --help of the options that this class defines, not of inherited
+            options (protocol/settings/command_line.py).
         positional: Option whose value may also be given without the option's name;
             empty: none.
-        common: Options that --help shows without a topic; empty: it shows all options.
+        common: Options that --help without a topic shows; empty: all options.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
@@ -78,7 +78,7 @@ class Options(BaseModel):
 
 
 class LogOptions(Options):
-    """What a process writes to stderr."""
+    """The log lines that a process writes to stderr."""
 
     topic: ClassVar[str] = "telemetry"
 
@@ -172,7 +172,7 @@ class ModelOptions(LogOptions, ModelName):
     --seed
     """
     quantization: Literal["fp8"] | None = None
-    """fp8: quantise the weights of linear layers while loading, with one scale per row
+    """fp8: quantize the weights of linear layers while loading, with one scale per row
     (not embeddings, norms, routers and the head). Prefill and decode servers need the
     same value (None: use the stored type)"""
     device: Device = "auto"
@@ -220,7 +220,7 @@ DivisorOfTp = Annotated[int, Field(ge=1, le=64)]
 
 
 class LinkOptions(Options):
-    """How to pull KV with a different geometry, and the costs of pulling KV."""
+    """Options for pulling KV with a different geometry, and the costs of pulls."""
 
     topic: ClassVar[str] = "kv"
     transfer_costs: sources.Listed[float] = ()
@@ -247,7 +247,7 @@ class LinkOptions(Options):
 
 
 class EngineOptions(GeometryOptions):
-    """How an engine computes: attention, KV cache, GPUs, memory and batching."""
+    """Options of an engine: attention, KV cache, GPUs, memory and batching."""
 
     topic: ClassVar[str] = "engine"
     attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
@@ -338,7 +338,7 @@ class EngineOptions(GeometryOptions):
 
 
 class TransferOptions(EngineOptions, LinkOptions):
-    """How a server leases its KV to other servers, and pulls KV from other servers."""
+    """Options for leasing KV to other servers, and for pulling KV from them."""
 
     topic: ClassVar[str] = "kv"
     lease_s: float = Field(30.0, ge=0.001, le=86400, allow_inf_nan=False)
@@ -359,8 +359,8 @@ class TransferOptions(EngineOptions, LinkOptions):
     """
     host_kv: Annotated[Address | None, NONE_IF_EMPTY] = None
     """HOST:PORT of the KV store of this host (`baton kv`), which keeps KV in host
-    memory. KV that was evicted here, or whose server was killed, is pulled from it
-    (None or empty: no store)"""
+    memory. This server pulls KV from the store if the KV was evicted here, or if its
+    server was killed (None or empty: no store)"""
     transfer: Literal["auto", "nixl", "mapped"] | None = None
     """transport of KV. mapped: mapped memory, between servers of one host (GPU to GPU,
     or CPU to CPU); nixl: NIXL; auto: mapped if that is possible, else NIXL (None: on
@@ -403,7 +403,7 @@ class TransferOptions(EngineOptions, LinkOptions):
 
 
 class KVOptions(TransferOptions):
-    """The KV of a server, and its kind of requests."""
+    """The role of a server, and the distribution of its KV over ranks."""
 
     topic: ClassVar[str] = "kv"
     role: Role = "both"

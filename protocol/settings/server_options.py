@@ -12,21 +12,21 @@ from protocol.settings.options import ApiKey, Options, Seconds, Threads
 from protocol.short_repr import short_repr
 
 RESUME_WAIT_S = 3.0  # the default of --resume-wait-s
-# The default where a decode server that dies is restarted, which includes loading the
-# model.
+# The default of --resume-wait-s if dead decode servers are restarted. The time includes
+# loading the model.
 RESTART_WAIT_S = 300.0
 
 
 class TelemetryOptions(Options):
-    """What a process reports to monitoring systems."""
+    """Metrics and traces of a process."""
 
     topic: ClassVar[str] = "telemetry"
 
     public_metrics: bool = False
     """serve /metrics to clients without an API key, for scrapers that have none"""
     metric_aliases: Literal["none", "vllm"] = "none"
-    """expose metrics also under other names. vllm: the names that dashboards,
-    autoscalers and endpoint pickers made for vLLM read
+    """expose metrics under additional names. vllm: the metric names of vLLM, for
+    dashboards, autoscalers and endpoint pickers that read these names
     """
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector that receives traces by OTLP over HTTP, such as
@@ -246,8 +246,8 @@ class RoutingOptions(WaitOptions):
     server (0: the stream ends)
     """
     resume_wait_s: Seconds | None = None
-    """how long a request that has lost its decode server waits until one is ready. A
-    new request waits, too, but not longer than --max-queue-s (s; None: streams wait 3,
+    """how long a request that has lost its decode server waits until a decode server is
+    ready. A new request waits, too, but at most --max-queue-s (s; None: streams wait 3,
     and other requests do not; with the restarts of `baton up` 300)
     """
     ui: bool = True
@@ -259,7 +259,7 @@ class RoutingOptions(WaitOptions):
 
 
 class DisaggregationOptions(Options):
-    """When prefill servers compute the prompts of decode servers."""
+    """Options that decide when prefill servers compute prompts for decode servers."""
 
     topic: ClassVar[str] = "routing"
     disaggregate: Literal["always", "auto", "never"] = "always"

@@ -81,14 +81,14 @@ class BatonSettings(Options, BaseSettings):
         cls, settings_cls: type[BaseSettings], **default_sources: Any
     ) -> tuple[Any, ...]:
         # `load` passes the values of the file as arguments (init_settings), and the
-        # command line as an additional source with precedence over these two.
+        # command line as a third source, with precedence over variables and file.
         return default_sources["env_settings"], default_sources["init_settings"]
 
 
 class EngineSettings(
     NodeOptions, KVOptions, ModelOptions, RegisterOptions, BatonSettings
 ):
-    """The options that prefill and decode servers share. The defaults may differ."""
+    """The options that prefill and decode servers share. Their defaults may differ."""
 
     topic: ClassVar[str] = "members"
     common: ClassVar[tuple[str, ...]] = (
@@ -213,8 +213,8 @@ class ProxySettings(
 
 
 class StoreSettings(LogOptions, BatonSettings):
-    """The KV store of a host: keeps KV of its servers in host memory, which outlives
-    the servers.
+    """The KV store of a host: keeps KV of the host's servers in host memory, even after
+    a server has ended.
     """
 
     topic: ClassVar[str] = "kv"
@@ -249,10 +249,10 @@ class StoreSettings(LogOptions, BatonSettings):
     staging_bytes: int = Field(64 * 2**20, ge=1, le=2**40)
     """staging memory for KV with a different geometry (bytes)"""
     kv_verify: Literal["off", "sample", "all"] = "off"
-    """compare the digests of KV from servers with those of the servers, as in
+    """compare the digests of KV from servers with the servers' digests, as in
     `baton decode`"""
     shutdown_grace_s: Seconds = 5.0
-    """timeout of the shutdown, in which servers finish what they read (s)"""
+    """timeout of the shutdown, in which servers finish pulling KV (s)"""
 
     @field_validator("host")
     @classmethod
@@ -322,7 +322,7 @@ class LocalSettings(
 ):
     """The options that `baton up` and `baton serve` share.
 
-    The launcher passes the options that a proxy also has to its proxy.
+    The launcher passes an option on to its proxy if `baton proxy` has this option.
     """
 
     topic: ClassVar[str] = "cluster"
@@ -331,7 +331,7 @@ class LocalSettings(
     """timeout of the start of all servers, including model downloads (s)"""
 
     def server_groups(self) -> dict[str, "PrefillGroup | DecodeGroup"]:
-        """Returns the servers to start, by their kind: "prefill" or "decode"."""
+        """Returns the groups of servers to start, by their kind: prefill or decode."""
         raise NotImplementedError
 
 
@@ -360,8 +360,7 @@ class UpSettings(LocalSettings, DisaggregationOptions):
     decode: DecodeGroup = DecodeGroup()
     """the decode servers"""
     speculate: Speculate | None = None
-    """--speculate of the servers without a value of their own (--prefill.speculate,
-    --decode.speculate)"""
+    """value of --prefill.speculate and --decode.speculate if they are not given"""
 
     def server_groups(self) -> dict[str, PrefillGroup | DecodeGroup]:
         return {"prefill": self.prefill, "decode": self.decode}
@@ -400,7 +399,7 @@ class ServeSettings(TransferOptions, LocalSettings):
         "config",
     )
     count: int = Field(1, ge=1, le=64)
-    """number of servers. Each has --tp ranks, and all of the model"""
+    """number of servers. Each has --tp ranks and the complete model"""
     threads: Threads | None = None
     """CPU threads of one rank (threads; None: a share of the machine's cores)"""
 

@@ -24,7 +24,7 @@ ENV_PREFIX = "BATON_"
 INTERNAL_VARIABLES = frozenset({"BATON_PARENT_FD"})
 # Variables about this machine. They are not options, and child processes inherit them.
 MACHINE_VARIABLES = frozenset({"BATON_CACHE", "BATON_EVAL_DATA"})
-# Options that only tools such as `baton chat` have, whose settings are in deploy/.
+# Variables of the options that only tools such as `baton chat` have (deploy/).
 TOOL_VARIABLES = frozenset(
     {
         "BATON_DIR",
@@ -190,7 +190,7 @@ def check_environment(
 def _check_service_links() -> None:
     """Raises ConfigError for a variable that Kubernetes sets for a Service.
 
-    A Service named "baton" sets BATON_PORT in every pod of its namespace.
+    A Service named "baton" makes Kubernetes set BATON_PORT in the namespace's pods.
     """
     for name, value in sorted(os.environ.items()):
         if _is_setting(name) and value.startswith(_SERVICE_LINK_SCHEME):
@@ -467,9 +467,9 @@ def _near_member(
 ) -> str:
     """Returns a hint for an unknown option with a group, such as --prefil.tp.
 
-    The name of the group is corrected first, then the member of the group. If no group
-    or no member is similar, but the member is an option of the whole cluster or of the
-    group's program, the hint names that option. Otherwise the hint is empty.
+    The name of the group is corrected first, then the member of the group. If no member
+    is similar, but the member is an option of the whole cluster or of the group's
+    program, the hint names that option. In all other cases, the hint is empty.
     """
     group, _, member = name.partition(".")
     members: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The option --speculate: which drafter proposes tokens, and how many."""
+"""The value of the option --speculate: a drafter and a number of tokens."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -7,8 +7,9 @@ from protocol.short_repr import short_repr
 
 DrafterKind = Literal["", "ngram", "model", "mtp", "eagle3"]
 
-# Proposals for one sequence in one step. Of 16 tokens that are each right with a
-# probability of 0.9, the last one is reached in 21 % of the steps.
+# Maximum number of proposals for one sequence in one step. If each token is right with
+# a probability of 0.9, the first 15 tokens are all right in 21 % of the steps, so more
+# than 16 proposals would rarely help.
 MAX_PROPOSALS: Final = 16
 _MAX_DIGITS: Final = 4
 _FORMS: Final = (
@@ -16,16 +17,16 @@ _FORMS: Final = (
     "eagle3:DIR:4"
 )
 _KINDS: Final[tuple[DrafterKind, ...]] = ("ngram", "model", "mtp", "eagle3")
-# The drafters with a checkpoint, whose directory comes before the number.
+# The drafters with a checkpoint. In the option, its directory precedes the number.
 _KINDS_WITH_FOLDER: Final[tuple[DrafterKind, ...]] = ("model", "eagle3")
-# The number of tokens of `mtp` without a number. A layer that was trained to propose
-# one token is seldom right about the fourth.
+# The number of tokens if the option is `mtp` without a number. An MTP layer is trained
+# to propose one token. If it proposes more, the fourth is seldom right.
 _DEFAULT_MTP_PROPOSALS: Final = 3
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How an engine speculates.
+    """The settings of an engine's speculative decoding.
 
     Attributes:
         kind: the drafter; empty: none.
@@ -42,10 +43,10 @@ class Speculation:
 
 
 def parse_speculation(text: str | None) -> Speculation:
-    """Returns the meaning of --speculate.
+    """Returns the settings that the value of --speculate describes.
 
     Raises:
-        ValueError: the text has no such meaning.
+        ValueError: the text is not a value of --speculate.
     """
     if text is None:
         return Speculation()

@@ -1,7 +1,7 @@
 """Writes metrics in the text format that a scraper accepts.
 
-Prometheus' text format is the default. A scraper that accepts OpenMetrics receives it,
-with the trace ids of exemplars, which the text format cannot express.
+Prometheus' text format is the default. A scraper that prefers OpenMetrics receives
+OpenMetrics. Only OpenMetrics can express exemplars, which have trace ids.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +12,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-_PREFIX = "baton_"  # of all families that Baton counts
+_PREFIX = "baton_"  # the prefix of all metric families that Baton defines
 _OPEN_METRICS_TYPE = "application/openmetrics-text"
 _TEXT_TYPES = ("text/plain", "text/*", "*/*")
 
-# Returns additional families that derive from families by name. The second argument has
-# the labels that all series have in common.
+# Returns families that are computed from the given families. The first argument maps
+# names to families. The second has the labels that all series have in common.
 DeriveFamilies = Callable[[Mapping[str, Metric], Mapping[str, str]], Iterable[Metric]]
 
 
@@ -29,8 +29,9 @@ class LabelledCollector(Collector):
 
     Args:
         labels: The shared labels and their values.
-        derive: Returns families that follow those of `source`; None: there are none.
-        only_derived: Only the derived families get the labels.
+        derive: Returns the derived families, which follow the families of `source`.
+            None: there are no derived families.
+        only_derived: Add the labels to the derived families only.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ def encode(collector: Collector, accept: str) -> tuple[bytes, str]:
     """
     if not _prefers_open_metrics(accept):
         return generate_latest(collector), CONTENT_TYPE_PLAIN_0_0_4
-    # All names are valid without escaping. With another value, prometheus_client 0.26
-    # would replace the colon in the names of samples.
+    # All metric names are valid without escaping. With another value of `escaping`,
+    # prometheus_client 0.26 would replace the colon in the names of samples.
     text: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
         collector, escaping=openmetrics.ALLOWUTF8
     )
@@ -77,10 +78,9 @@ def encode(collector: Collector, accept: str) -> tuple[bytes, str]:
 
 
 def _prefers_open_metrics(accept: str) -> bool:
-    """Returns whether OpenMetrics 1 is the first format of an Accept header that this
-    module can write.
+    """Returns whether a scraper prefers OpenMetrics 1 to the text format.
 
-    Scrapers list formats in the order of their preference.
+    The Accept header lists the formats in the order of the scraper's preference.
     """
     for entry in accept.split(","):
         media_type, *parameters = (part.strip() for part in entry.split(";"))

@@ -1,9 +1,9 @@
 """The W3C trace context of a request: which trace and which span it belongs to.
 
-A process reads the context from the header `traceparent` of a request. To other
-processes it sends a header in which one of its spans is the parent. The id of a span is
-drawn when the span starts, because other processes need the id before the span is
-recorded; see tracer.py.
+A process reads the context from the header `traceparent` of a request. In its own
+requests to other processes, this header names one of its spans as the parent. The id of
+a span is drawn when the span starts, because other processes need the id before the
+span is recorded; see tracer.py.
 """
 
 import random
@@ -21,11 +21,11 @@ _SAMPLED = 1
 
 @dataclass(frozen=True)
 class TraceContext:
-    """One span of a trace.
+    """The identity of one span of a trace.
 
     Attributes:
-        is_sampled: Whether the spans of this trace are stored.
-        state: The header `tracestate`, which is passed on.
+        is_sampled: Whether the spans of this trace are recorded.
+        state: The value of the header `tracestate`, which is forwarded unchanged.
     """
 
     trace_id: int
@@ -42,7 +42,9 @@ class TraceContext:
         return replace(self, span_id=new_span_id())
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns the headers that make this span the parent of another process's."""
+        """Returns the headers that make this span the parent of a span in another
+        process.
+        """
         flags = _SAMPLED if self.is_sampled else 0
         value = f"00-{self.trace_id_text}-{self.span_id:016x}-{flags:02x}"
         headers = [(b"traceparent", value.encode())]

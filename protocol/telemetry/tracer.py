@@ -1,11 +1,11 @@
 """Sends spans to an OpenTelemetry collector by OTLP over HTTP.
 
-Spans are made when a request has ended, from times that are measured in any case.
-Tracing therefore adds nothing to the time of a token. A thread of the SDK sends spans
-in batches. Its queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans by default): if
-the collector is dead or slow, spans are dropped.
+Spans are created when a request has ended, from times that are also measured without
+tracing. Tracing therefore adds no latency to a token. A thread of the SDK sends spans
+in batches. The thread's queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans by
+default): if the collector is dead or slow, spans are dropped.
 
-The packages of the extra `otel` are imported only if traces are wanted.
+The packages of the extra `otel` are imported only if tracing is enabled.
 """
 
 import os
@@ -30,7 +30,7 @@ from protocol.version import VERSION
 
 logger = get_logger(__name__)
 
-# Longest wait, at the end of a process, for the spans that were not sent yet.
+# Maximum time that a stopping process waits until its queued spans are sent.
 CLOSE_TIMEOUT_S = 2.0
 _TRACES_PATH = "/v1/traces"
 _ENDPOINT_VARIABLES = (
@@ -54,7 +54,7 @@ class Span:
         parent: None for the first span of a trace.
         start_s, end_s: Seconds of the machine's monotonic clock.
         kind: Name of an OpenTelemetry SpanKind.
-        error: Why the work failed; empty if it did not.
+        error: The reason for the failure; empty if the work succeeded.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Tracer:
     """Decides which requests are traced, and sends their spans.
 
     Args:
-        endpoint: URL that receives the spans; None: the variables OTEL_* name it.
+        endpoint: URL that receives the spans; None: the URL in the variables OTEL_*.
         service: The service's name, unless OTEL_SERVICE_NAME is set.
     """
 
@@ -92,7 +92,7 @@ class Tracer:
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._sampler = provider.sampler
         self._scope = InstrumentationScope("baton", VERSION)
-        # The SDK logs each failed attempt. _WatchedExporter warns once.
+        # The SDK would log each failed export; _WatchedExporter warns only once.
         silence("opentelemetry")
         exporter = OTLPSpanExporter(endpoint=endpoint)
         self._processor = BatchSpanProcessor(_WatchedExporter(exporter))
@@ -107,8 +107,8 @@ class Tracer:
             name: The name of the request's first span in this process.
 
         Returns:
-            The context of that span, and the context of its parent. The parent is the
-            caller's span, or None if the request has no `traceparent`.
+            The context of the request's first span, and the context of the parent span.
+            The parent is the caller's span; None if there is no `traceparent`.
         """
         from opentelemetry import trace
 
@@ -166,14 +166,14 @@ class Tracer:
 def create_tracer(options: TelemetryOptions, service: str) -> Tracer | None:
     """Returns the tracer that the options or the variables OTEL_* describe.
 
-    The result is None if they name no collector, or switch traces off.
+    The result is None if no collector is configured, or if a variable disables traces.
 
     Args:
         service: The service's name, unless OTEL_SERVICE_NAME is set.
 
     Raises:
-        ValueError: --otlp-traces-endpoint is given, but packages are missing, or
-            another protocol than HTTP is set.
+        ValueError: --otlp-traces-endpoint is given, but packages are missing, or a
+            variable sets a protocol other than HTTP.
     """
     option = options.otlp_traces_endpoint
     if option is None and not any(map(os.environ.get, _ENDPOINT_VARIABLES)):
@@ -194,7 +194,7 @@ def create_tracer(options: TelemetryOptions, service: str) -> Tracer | None:
     if problem and option is not None:
         raise ValueError(f"--otlp-traces-endpoint: {problem}")
     if problem:
-        # The variables may be meant for other programs of the same machine.
+        # The variables may be meant for other programs on this machine.
         logger.warning("OTEL_* variables name a collector, but %s", problem)
         return None
     if option is not None and urlsplit(option).path in ("", "/"):

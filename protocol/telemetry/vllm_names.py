@@ -1,9 +1,9 @@
-"""Exposes Baton's metrics also under the names that vLLM gives such metrics.
+"""Exposes Baton's metrics under vLLM's metric names, too (`--metric-aliases vllm`).
 
-Dashboards, autoscalers and endpoint pickers for vLLM read these names
-(`--metric-aliases vllm`). Most aliases have the values of one of Baton's metrics;
-functions below compute the others. The names and labels are those of
-vllm/v1/metrics/loggers.py; the buckets of histograms are Baton's.
+Dashboards, autoscalers and endpoint pickers for vLLM read these names. Most aliases
+have the values of one of Baton's metrics; functions in this module compute the other
+aliases. The names and labels are those of vllm/v1/metrics/loggers.py. The buckets of
+histograms are Baton's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,8 +42,8 @@ PROXY_ALIASES: Mapping[str, str] = {
     "vllm:time_to_first_token_seconds": "baton_proxy_first_byte_seconds",
     "vllm:e2e_request_latency_seconds": "baton_proxy_request_seconds",
 }
-# vLLM's `finished_reason` of each outcome in baton_requests. Refused and migrated
-# requests have none.
+# vLLM's `finished_reason` for each outcome in baton_requests. The outcomes of refused
+# and migrated requests have no counterpart in vLLM.
 _FINISHED_REASONS = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -57,7 +57,7 @@ _FINISHED_REASONS = {
 def server_aliases(
     families: Mapping[str, Metric], labels: Mapping[str, str]
 ) -> Iterator[Metric]:
-    """Yields the families that vLLM's servers expose.
+    """Yields the metric families that vLLM's servers expose, with Baton's values.
 
     Args:
         families: Baton's families by name.
@@ -74,7 +74,7 @@ def server_aliases(
 def proxy_aliases(
     families: Mapping[str, Metric], labels: Mapping[str, str]
 ) -> Iterator[Metric]:
-    """Yields the families of vLLM that can describe all requests of a proxy.
+    """Yields those of vLLM's families for which a proxy has values.
 
     The arguments are those of `server_aliases`.
     """
@@ -102,7 +102,9 @@ def _copies(
 def _num_requests_waiting(
     families: Mapping[str, Metric], labels: dict[str, str]
 ) -> Iterator[Metric]:
-    """Yields the gauge that, as in vLLM, includes requests that wait for remote KV."""
+    """Yields the number of waiting requests. As in vLLM, it includes requests that wait
+    for remote KV.
+    """
     name = "vllm:num_requests_waiting"
     parts = ("baton_requests_waiting", "baton_requests_receiving")
     values = [families[part].samples[0].value for part in parts if part in families]
@@ -146,7 +148,7 @@ def _cache_config_info(
 
 
 def _drafts(families: Mapping[str, Metric], labels: dict[str, str]) -> Iterator[Metric]:
-    """Yields the number of verifications, and of accepted tokens by position.
+    """Yields the number of verified drafts, and of accepted tokens by draft position.
 
     Positions at which no token was accepted have no series.
     """

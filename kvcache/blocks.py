@@ -26,19 +26,20 @@ and a flag, except for the two exclusive states:
     drained             RECEIVING or QUARANTINED -> FREE
                         no READ can write to the block any more
 
-`allocate` evicts the CACHED block that was used least recently, but blocks with a soft
-pin (kvcache/pins/) only if all others are gone: first those whose pin ends first. A
-pin belongs to a cached block and ends with its mark. Eviction passes over each pinned
-block once: it moves the block from the LRU list to the queue of spared blocks. A spared
-block whose pin has ended is older than all blocks of the LRU list.
+`allocate` evicts the CACHED block that was used least recently. It evicts blocks with a
+soft pin (kvcache/pins/) only if no other CACHED block is left, in the order in which
+the pins end. Only a cached block can have a pin; the pin is removed when the block is
+no longer cached. Eviction passes over each pinned block once: it moves the block from
+the LRU list to the queue of spared blocks. After its pin has ended, a spared block is
+evicted first, because it was used less recently than all blocks of the LRU list.
 
 Block 0 is the null block. Padding is written to it. The null block is never allocated
 and has no state.
 
 A transition of many blocks is all or nothing: an illegal transition or a repeated id
 raises before anything has changed. One thread owns an allocator; there are no locks. A
-transition costs amortised O(1) per block, because every eviction undoes one earlier
-`mark_cached`. With pins it costs O(log n) for n pins.
+transition costs amortized O(1) per block, because every eviction undoes one earlier
+`mark_cached`. If n pins exist, it costs O(log n).
 """
 
 import time
@@ -67,9 +68,9 @@ class BlockState(IntEnum):
     QUARANTINED = 5
 
 
-# READs may write to blocks in these states.
+# READs may write to RECEIVING and QUARANTINED blocks.
 _EXPOSED_STATES = frozenset({BlockState.RECEIVING, BlockState.QUARANTINED})
-# The bytes of blocks in these states may be read.
+# The bytes of USED, LEASED and CACHED blocks may be read.
 _READABLE_STATES = frozenset({BlockState.USED, BlockState.LEASED, BlockState.CACHED})
 
 
@@ -78,28 +79,29 @@ class BlockError(RuntimeError):
 
 
 class OutOfBlocks(BlockError):
-    """Fewer blocks are free or evictable than requested; nothing was taken."""
+    """Fewer blocks are free or evictable than requested; no block was allocated."""
 
 
 class BlockStateError(BlockError):
-    """The state machine has no such transition: a bug of the caller, not of a peer."""
+    """The state machine forbids a transition: a bug of the caller, not of a peer."""
 
 
 class IntegrityError(BlockError):
-    """The counts do not add up (I1), or a block's state is inconsistent (I2)."""
+    """The counts do not add up (invariant I1), or a state is inconsistent (I2)."""
 
 
 class BlockAllocator:
-    """Counts the references to `num_blocks` blocks and allocates those without any.
+    """Counts the references to each block of a pool, and allocates unreferenced blocks.
 
     Args:
-        num_blocks: Blocks of the pool, the null block included; at least 2.
-        clock: Returns the time in seconds, at which pins end.
+        num_blocks: Number of blocks of the pool, including the null block; at least 2.
+        clock: Returns the time in seconds; used for the ends of pins.
 
     Attributes:
         on_evict: Called with the id of each evicted block after the block has become
             FREE. The callback may unmark other blocks.
-        num_pinned_evicted: CACHED blocks that became FREE before their pin ended.
+        num_pinned_evicted: Number of CACHED blocks that became FREE before their pin
+            ended.
     """
 
     on_evict: Callable[[int], None] | None = None
@@ -121,12 +123,12 @@ class BlockAllocator:
         self._counts[BlockState.FREE] = self.capacity
         # The FREE blocks, as a stack. Every transition pushes blocks in reverse order,
         # so that a later sequence gets the blocks of an earlier one in the same order.
-        # Neighbours in memory then stay neighbours in block tables: transfers need
+        # Neighbors in memory then stay neighbors in block tables: transfers need
         # fewer descriptors, and sequences lie on fewer memory pages.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        # The CACHED blocks, in the order of eviction, except the spared ones.
+        # The CACHED blocks in the order of eviction, without those in `_spared`.
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        # CACHED blocks that eviction has passed over, by the end of their pins.
+        # CACHED blocks that eviction has passed over, in the order of their pins' ends.
         self._spared = SparedBlocks()
         self._clock = clock
         self._pins = SoftPins(self.capacity, clock)
@@ -134,12 +136,12 @@ class BlockAllocator:
 
     @property
     def capacity(self) -> int:
-        """Blocks that can ever be allocated: all but the null block."""
+        """Number of blocks that can be allocated: all blocks except the null block."""
         return self.num_blocks - 1
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could return now: FREE and CACHED."""
+        """Number of blocks that `allocate` could return now: FREE and CACHED blocks."""
         return len(self._free) + len(self._evictable) + len(self._spared)
 
     @property
@@ -149,26 +151,26 @@ class BlockAllocator:
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that READs of given-up pulls may still write to."""
+        """Number of blocks that READs of given-up pulls may still write to."""
         return self._counts[BlockState.QUARANTINED]
 
     @property
     def num_pinned(self) -> int:
-        """Blocks with a pin that has not ended."""
+        """Number of blocks with a pin that has not ended."""
         self._pins.remove_expired()
         return len(self._pins)
 
     @property
     def num_pins_refused(self) -> int:
-        """Pins that were refused because their owner had too many."""
+        """Number of pins that were refused because the owner's share was used up."""
         return self._pins.num_refused
 
     def can_receive(self, num_blocks: int, *, ignore_receiving: bool = False) -> bool:
         """Whether a pull may read into `num_blocks` more blocks.
 
-        Every READ may hang, so only a part of the pool may be RECEIVING or QUARANTINED:
-        the engine can still compute in the rest of the pool. If no block is RECEIVING
-        or QUARANTINED, a pull of any size is allowed.
+        Any READ may hang, so only a part of the pool may be RECEIVING or QUARANTINED.
+        The engine can then still compute in the rest of the pool. If no block is
+        RECEIVING or QUARANTINED, a pull of any size is allowed.
 
         Args:
             ignore_receiving: Count only QUARANTINED blocks, as if no pull were active.
@@ -181,7 +183,7 @@ class BlockAllocator:
         )
 
     def counts(self) -> dict[BlockState, int]:
-        """Blocks in each state; they add up to `capacity`."""
+        """Number of blocks in each state; the numbers add up to `capacity`."""
         return {state: self._counts[state] for state in BlockState}
 
     def state(self, block: int) -> BlockState:
@@ -297,12 +299,13 @@ class BlockAllocator:
         self._remove_mark(block)
 
     def pin(self, blocks: Iterable[int], seconds: float, owner: str = "") -> None:
-        """Lets blocks be evicted later than blocks without a pin, for `seconds`.
+        """Makes eviction take blocks without a pin before these blocks, for `seconds`.
 
         Each block must be marked as cached. Pass the blocks of a prefix in order.
 
         Args:
-            owner: Pins beyond this owner's share of the pool are counted and ignored.
+            owner: The owner of the pins. Pins beyond the owner's share of the pool are
+                ignored, and counted in `num_pins_refused`.
         """
         ids = self._checked("pin", blocks, self.is_cached)
         pinned = self._pins.pin(ids, seconds, owner)
@@ -334,7 +337,7 @@ class BlockAllocator:
         return spared
 
     def _remove_mark(self, block: int) -> None:
-        """Removes the mark of a cached block, and the pin with it."""
+        """Records that a block is no longer cached, and removes the block's pin."""
         if block in self._pins:
             is_lost = self._states[block] is BlockState.CACHED
             self.num_pinned_evicted += is_lost
@@ -423,7 +426,7 @@ class BlockAllocator:
         )
 
     def check_integrity(self) -> None:
-        """Recounts all blocks.
+        """Recounts all blocks, and compares the result with the stored states.
 
         Raises:
             IntegrityError: A state contradicts the counts, or a list contradicts the

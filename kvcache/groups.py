@@ -3,7 +3,7 @@
 A model's layers are divided into *groups* of equal size. The layers of one group have
 the same attention window, and a block holds the KV of one group's layers for block_size
 tokens. So all blocks have the same shape, and one pool, one layout and one plan serve
-any model. For every block_size tokens of a sequence, its block table has one entry per
+any model. For every block_size tokens, the block table of a sequence has one entry per
 group, side by side:
 
     tokens     0..15   16..31  32..47  48..63
@@ -26,7 +26,8 @@ from kvcache.blocks import NULL_BLOCK
 from protocol.handshake import MAX_GROUPS
 
 # Preferred limit on the memory that padding layers add, as a fraction of the KV of the
-# longest sequence. If no group size meets it, the size with the least memory is chosen.
+# longest sequence. If no group size satisfies this limit, the group size that takes the
+# least memory is chosen.
 _MAX_PADDING_SHARE = 0.05
 
 
@@ -40,8 +41,8 @@ class KVGroups:
     """The groups of a model's layers.
 
     Attributes:
-        windows: For each group, the number of tokens that a token sees, itself
-            included; None: there is no limit.
+        windows: For each group, the number of tokens that a token attends to, including
+            itself; None: there is no limit.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -66,14 +67,14 @@ class KVGroups:
 
     @cached_property
     def drops_blocks(self) -> bool:
-        """Whether a growing sequence frees blocks, because a group has a window."""
+        """True if a growing sequence frees blocks that have left a group's window."""
         return any(self.windows)
 
     def first_token(self, group: int, num_tokens: int) -> int:
-        """The group's KV from this token onward suffices to compute token `num_tokens`.
+        """The first token of the group's KV that is needed to compute the next token.
 
-        Token numbers start at 0, so `num_tokens` tokens precede the computed token. The
-        result may be one token before the first token of the window.
+        The next token has the number `num_tokens`, because token numbers start at 0.
+        The result may be one token before the first token of the window.
         """
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window)
@@ -82,7 +83,7 @@ class KVGroups:
         """For each group, the index of the first block that a sequence needs.
 
         The sequence has `num_tokens` tokens. The blocks from this index on suffice to
-        compute its last token again.
+        compute the sequence's last token again.
         """
         return [
             self.first_token(group, num_tokens - 1) // block_size
@@ -102,7 +103,8 @@ class KVGroups:
             table: The table of the whole sequence.
             min_resume_tokens: The result must suffice to continue the sequence after
                 this number of tokens, and after any larger number of tokens up to
-                `num_tokens`. All other blocks become null blocks. None: `num_tokens`.
+                `num_tokens`. Blocks that this does not require become null blocks.
+                None means `num_tokens`.
         """
         blocks = list(table[: -(-num_tokens // block_size) * self.count])
         if self.drops_blocks:
@@ -238,7 +240,10 @@ def make_groups(
         return sum(-(-len(layers) // size) for layers in layers_by_window.values())
 
     def memory(size: int) -> int:
-        """Memory of the longest sequence, in tokens of one layer; padding included."""
+        """Memory of the longest sequence, in units of one token's KV in one layer.
+
+        Padding layers are included.
+        """
         total = 0
         for window, layers in layers_by_window.items():
             num_padded_layers = -(-len(layers) // size) * size

@@ -83,7 +83,7 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Distance between neighbours along each axis, by letter, in ELEMENTS."""
+        """Distance between neighbors along each axis, by letter, in ELEMENTS."""
         sizes = self.sizes
         stride = 1
         strides = {}
@@ -94,7 +94,7 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
 
     @cached_property
     def byte_strides(self) -> dict[str, int]:
-        """Distance between neighbours along each axis, by letter, in bytes."""
+        """Distance between neighbors along each axis, by letter, in bytes."""
         return {axis: stride * self.itemsize for axis, stride in self.strides.items()}
 
     @cached_property
@@ -110,7 +110,7 @@ class KVLayout(LayoutRecord, frozen=True, dict=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, which need not be contiguous."""
+        """Number of bytes of one block. The bytes need not be contiguous."""
         return self.block_size * self.token_bytes
 
 

@@ -9,10 +9,10 @@ lease can be completed. An ended lease leaves a tombstone: if the pull that comp
 the lease repeats `complete`, it gets `ok` again. Every other pull gets `gone`, as for
 an unknown lease. The number and the age of tombstones are bounded.
 
-The table is pure: the clock is an argument, always that of the prefill server. An
-operation at or after a deadline finds the lease expired, even if `expire` was not
-called in between. So a reader never gets `ok` for blocks that are no longer held
-(invariants I3 to I5 in docs/design.md).
+The table is pure: the current time is an argument, always by the prefill server's
+clock. An operation at or after a deadline finds the lease expired, even if `expire` was
+not called since the deadline. So a reader never gets `ok` for blocks that are no longer
+held (invariants I3 to I5 in docs/design.md).
 """
 
 import heapq
@@ -87,7 +87,7 @@ class LeaseTable:
         """Holds blocks until `now + lease_s`, unless the lease is renewed or ended.
 
         Args:
-            grows: More blocks will follow by `grow`.
+            grows: More blocks will be added by calls of `grow`.
         """
         assert lease_id not in self._held and lease_id not in self._tombstones, lease_id
         deadline = now + lease_s
@@ -111,7 +111,7 @@ class LeaseTable:
         """Adds blocks to a lease that grows.
 
         Args:
-            seals: These are the last blocks.
+            seals: `block_ids` are the last blocks of the lease.
 
         Returns:
             False if the lease is gone: `block_ids` then still belong to the caller.
@@ -142,7 +142,7 @@ class LeaseTable:
         return True
 
     def complete(self, lease_id: str, attempt_id: str, now: float) -> bool:
-        """Completes a lease. If this returns True, the bytes that were read are good.
+        """Completes a lease. If this returns True, the bytes that were read are valid.
 
         Returns:
             True if the lease was held until now, or if an earlier call with the same

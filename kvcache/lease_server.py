@@ -3,10 +3,10 @@
 Over the side channel, decode engines request metadata and digests, look up prefixes,
 and renew and complete leases. On the prefill server (P) a separate thread answers, so
 that no answer waits for a forward step. The engine grants leases, announces blocks and
-collects ended leases under a lock. The thread holds the lock only for the messages of
-one read from a connection. On the decode server (D), lease_client.py sends requests and
-receives replies without blocking. A reply repeats the nonce of its request. On the
-wire, a message is a MAC followed by a payload.
+collects ended leases under a lock. The thread holds the lock only while it handles the
+messages of one read from a connection. On the decode server (D), lease_client.py sends
+requests and receives replies without blocking. A reply repeats the nonce of its
+request. On the wire, a message is a MAC followed by a payload.
 """
 
 import threading
@@ -57,21 +57,21 @@ from protocol.process.vital_threads import VitalThread
 logger = get_logger(__name__)
 
 _SWEEP_S = 0.1  # longest sleep of the thread between two checks for expired leases
-# Bound of a request, not counting the tokens and blocks of a Lookup or Demote: a
-# request has at most 12 ids of 128 bytes each. Also the number of bytes that are read
-# at a time.
+# Largest size of a request, not counting the tokens and blocks of a Lookup or Demote: a
+# request has at most 12 ids of 128 bytes each. One read from a connection also takes at
+# most this number of bytes.
 _MAX_REQUEST_BYTES = 4 << 10
-# Lookups that wait for the engine. Any lookup beyond this number is answered at once,
-# as if no prefix matched.
+# Largest number of lookups that wait for the engine. Further lookups are answered at
+# once, as if no prefix matched.
 _MAX_LOOKUPS = 64
-# Demotions that wait for the store. Beyond this number the oldest one is dropped, and
-# its lease expires.
+# Largest number of demotions (offers of KV) that wait for the KV store. If there are
+# more, the oldest demotion is dropped, and its lease expires.
 _MAX_DEMOTIONS = 256
-_MAX_UNSENT_BYTES = 64 << 20  # bound of the unsent replies to one peer
-_MAX_UNAUTHENTICATED = 256  # bound of connections without an authentic message so far
-_MAX_ACCEPTED = 16  # bound of connections accepted in one call of `_accept`
-# Bound of the digests computed concurrently. Above the bound, a request for a digest
-# gets no answer, and the peer repeats the request.
+_MAX_UNSENT_BYTES = 64 << 20  # limit on the unsent replies to one peer
+_MAX_UNAUTHENTICATED = 256  # limit on connections that have sent no authentic message
+_MAX_ACCEPTED = 16  # limit on connections accepted in one call of `_accept`
+# Limit on the digests that are computed concurrently. Above the limit, a request for a
+# digest gets no answer, and the peer repeats the request.
 _MAX_DIGESTS = 64
 # Any host on the network can cause warnings about refused requests, so these warnings
 # are rate-limited.
@@ -104,7 +104,8 @@ class LeaseServer:
     Attributes:
         lookups: Lookups that the engine must answer with `answer_lookup`, each with the
             connection for the answer.
-        demotions: Offers of KV to a KV store, which must end their leases.
+        demotions: Offers of KV to this engine, if it is a KV store. The store must end
+            the lease of each offer.
     """
 
     def __init__(
@@ -267,16 +268,17 @@ class LeaseServer:
             self._wires.add(wire)
             self._selector.register(wire, EVENT_READ, partial(self._serve, wire))
             self._unauthenticated[wire] = None
-            # Without this bound, unauthenticated connections could use up all file
+            # Without a limit, unauthenticated connections could use up all file
             # descriptors.
             if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
                 with self._lock:
                     self._drop(next(iter(self._unauthenticated)))
 
     def _serve(self, wire: Wire) -> None:
-        """Reads once and answers the messages, under the lock.
+        """Reads once from a connection and answers the messages, under the lock.
 
-        A read is bounded, because the engine and all peers wait for the lock.
+        The size of a read is limited, because the engine and all other peers may wait
+        for the lock.
         """
         with self._lock:
             if wire in self._wires:  # an earlier call may have dropped the connection
@@ -290,7 +292,8 @@ class LeaseServer:
         except WireClosed as error:
             logger.debug("side channel: %s", error)
             self._drop(wire)
-        # A bug in the handling of one message must not end this thread and all leases.
+        # A bug in the handling of one message must not end this thread, which serves
+        # all leases.
         except Exception:
             logger.exception("side channel: a message failed; closing its connection")
             self._counters["internal_errors"] += 1
@@ -327,7 +330,7 @@ class LeaseServer:
         if blocks is None:
             return LeaseEnded(nonce=request.nonce, reason=_NO_LEASE)
         if request.nonce in self._digesting:
-            self._digesting[request.nonce] = wire  # the request was repeated
+            self._digesting[request.nonce] = wire  # the peer has repeated the request
             return None
         if len(self._digesting) >= _MAX_DIGESTS:
             return None
@@ -417,7 +420,8 @@ class LeaseServer:
         """Renews, completes or aborts a lease. AbortLease also ends a subscription.
 
         Returns:
-            False if the lease is gone, or is to be completed but still grows.
+            False if the lease is gone, or if `request` would complete a lease that
+            still grows.
         """
         if isinstance(request, Renew):
             return self._table.renew(request.lease_id, now)

@@ -5,11 +5,11 @@ The readers of an offer are the decode servers that have subscribed to it.
     subscribe       a reader waits for a prompt, before or after `expect`
     expect          the engine has received the prompt
     grow, finish    the prompt's lease gets more blocks; readers are sent the new blocks
-                    and, after `finish`, the handoff reference
+                    and, after `finish`, the handoff reference (kv_transfer_params)
     withdraw        the prompt will not be computed to its end; readers are sent
                     LeaseEnded, as when the lease ends
 
-This module is pure: the clock is an argument, and a reader is any object of the caller.
+This module is pure: the current time is an argument, and readers are opaque objects.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,9 +23,9 @@ from protocol.handshake import LeaseEnded, Ok, Progress, Subscribe
 # arrive. An ended prompt is remembered this long, so that a late subscription is
 # refused at once.
 REMEMBERED_S = 30.0
-_MAX_REMEMBERED = 16384  # bound of the prompts that are awaited or remembered
-# Bound of the readers of one prompt. A proxy tries only a few decode servers, one after
-# another.
+_MAX_REMEMBERED = 16384  # largest number of prompts that are awaited or remembered
+# Largest number of readers of one prompt. A proxy tries only a few decode servers, one
+# after another.
 _MAX_READERS = 8
 
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class _Offer(Generic[R]):
             sealed.
         has_ended: The lease has ended or the prompt was withdrawn, so no block may be
             read any more.
-        subscriptions: By nonce.
+        subscriptions: The subscriptions to this offer, by nonce.
     """
 
     request_id: str = ""
@@ -73,8 +73,8 @@ class Offers(Generic[R]):
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
         self._offers: dict[str, _Offer[R]] = {}
-        # By transfer id, oldest first: until when a prompt that has not arrived is
-        # awaited, or an ended prompt is remembered.
+        # The end of the time for which a prompt that has not arrived is awaited, or an
+        # ended prompt is remembered; by transfer id, oldest first.
         self._remembered_until: dict[str, float] = {}
         self._transfer_ids: dict[str, str] = {}  # by lease id
         # Transfer ids of offers that may have messages to send.
@@ -132,12 +132,12 @@ class Offers(Generic[R]):
         *,
         seals: bool = False,
     ) -> str:
-        """Leases more blocks, which must be complete on every rank.
+        """Leases more blocks of a prompt. Their KV must be complete on every rank.
 
         Args:
             lease_id: The id for a new lease. Ignored if the prompt has a lease already,
                 because all its blocks belong to one lease.
-            seals: These are the last blocks.
+            seals: `block_ids` are the prompt's last blocks.
 
         Returns:
             The id of the prompt's lease. Empty if the lease has ended: `block_ids` then
@@ -180,7 +180,8 @@ class Offers(Generic[R]):
         offer = self._offers.get(transfer_id)
         if offer is None or not offer.request_id:
             return
-        # No block was leased before, or the prompt's earlier lease has ended.
+        # The ids differ if no block was leased before, or if an earlier lease of the
+        # prompt has ended.
         if offer.lease_id != lease_id:
             self._set_lease(transfer_id, offer, lease_id)
         offer.block_ids = list(block_ids)
@@ -292,7 +293,7 @@ class Offers(Generic[R]):
         Args:
             is_slow: Returns True for a reader with unsent earlier messages. Such a
                 reader gets no message now; a later call returns one message with all
-                that the reader has missed.
+                blocks that the reader has missed.
         """
         messages: list[tuple[R, Progress | LeaseEnded]] = []
         changed = self._changed
@@ -308,8 +309,8 @@ class Offers(Generic[R]):
                 message = self._message_for(offer, nonce, subscription)
                 if message:
                     messages.append((subscription.reader, message))
-            # If the prompt is still being computed, its offer stays, because `grow` and
-            # `finish` will look it up.
+            # While the prompt is still being computed, the offer is kept even if it has
+            # ended, because `grow` and `finish` will look the offer up.
             if offer.has_ended and (offer.reference or not offer.request_id):
                 self._offers[transfer_id] = _Offer(
                     has_ended=True, subscriptions=offer.subscriptions
@@ -320,7 +321,7 @@ class Offers(Generic[R]):
     def _remove_expired(self, now: float) -> list[tuple[R, Progress | LeaseEnded]]:
         """Drops awaited and ended prompts after REMEMBERED_S.
 
-        If there are more than _MAX_REMEMBERED, the oldest are dropped earlier.
+        If there are more than _MAX_REMEMBERED prompts, the oldest are dropped earlier.
 
         Returns:
             LeaseEnded for each reader that still waits.

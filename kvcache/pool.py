@@ -9,21 +9,21 @@ from kvcache.layout import KVLayout
 from kvcache.shared_memory import SharedMemory
 from protocol.handshake import AXES
 
-# A pool behind another one begins at a multiple of this number of bytes, to which torch
-# aligns its allocations on a GPU.
+# A drafter's pool in the same allocation begins at a multiple of this number of bytes.
+# Torch aligns its GPU allocations to the same number.
 ALIGN_BYTES = 512
 
 
 class KVPool:
     """One zero-filled allocation that holds all layers' KV of one rank.
 
-    The allocation may have more memory behind this KV, for the pool of a drafter. Then
-    peers reach both pools in the same way.
+    The allocation may have more memory behind this KV, for the pool of a drafter. Peers
+    then access both pools through one registration or mapping.
 
-    On the CPU the allocation is a separate mapping, which starts at a page border. A
-    page takes memory only after its first write, so unused parts of a large pool take
-    no memory. Other processes may map the pool's file, `shared`. On a GPU the pool is
-    one torch allocation, aligned to at least 512 bytes, or to 2 MiB if it is large.
+    On the CPU the allocation is a mapped memory file (`shared`), which other processes
+    may map too. It starts at a page boundary. A page takes memory only after its first
+    write, so unused parts of a large pool take no memory. On a GPU the pool is one
+    torch allocation, aligned to at least 512 bytes, or to 2 MiB if it is large.
 
     Args:
         layout: Order, sizes and dtype. Every view below has this dtype.
@@ -32,19 +32,22 @@ class KVPool:
             all are 1.
         groups: The model's layer groups (kvcache/groups.py), which share the pool's
             blocks. `layout.num_layers` counts the layers of one group.
-        extra_bytes: Size of the memory behind the KV.
-        memory: uint8 [layout.nbytes]: Memory to use instead of a new allocation.
+        extra_bytes: Size in bytes of the additional memory behind the KV.
+        memory: uint8: Memory to use instead of a new allocation. Its size must be
+            layout.nbytes, or `extra_offset + extra_bytes` if there are extra bytes.
 
     Attributes:
         memory: uint8: the whole allocation, including the memory behind the KV.
         extra: uint8 [extra_bytes]: the memory behind the KV, which begins
-            `extra_offset` bytes behind the start of `memory`.
+            `extra_offset` bytes after the start of `memory`.
         flat_bytes: uint8 [nbytes]: the KV, as bytes.
-        device: The device with its index.
+        device: The device of the memory, including the index of a GPU.
         shared: The pool's file, for other processes; None on a GPU.
         tensor: dtype [six axes in layout.order].
-        canonical: dtype [B, H, L, C, N, D], for every order; a view of `tensor`.
-        highest_block: The highest block id that steps and pulls have used; -1: none.
+        canonical: dtype [B, H, L, C, N, D], whatever layout.order is; a view of
+            `tensor`.
+        highest_block: The highest block id that steps and pulls have used since the
+            last `mark_unused`; -1: none.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: The allocation does not fit into memory.
@@ -106,7 +109,8 @@ class KVPool:
     def scale(self, layer: int, component: int) -> float:
         """The scale of a layer's keys (component 0) or values (component 1).
 
-        A value is its stored element times the scale. Component -1 is the last one.
+        The original number is the stored element times the scale. Component -1 is the
+        last component.
         """
         count = self.layout.num_components
         index = layer * count + component % count

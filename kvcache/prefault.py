@@ -1,9 +1,10 @@
 """Populates memory pages of a CPU pool before a step or a pull writes to them.
 
 The Linux kernel allocates a page at its first write, which takes 10 us or more. Over a
-transport that writes through that kernel, a pull of 24 MB takes 76 ms into new pages,
-but 6 ms into populated pages. A step that computes 24 MB of KV, for a prompt of 512
-tokens, takes 50 ms longer in new pages. Populating a page does not change its bytes.
+transport that writes through the Linux kernel, a pull of 24 MB takes 76 ms into new
+pages, but 6 ms into populated pages. A step that computes 24 MB of KV, for a prompt of
+512 tokens, takes 50 ms longer in new pages. Populating a page does not change its
+bytes.
 """
 
 import ctypes
@@ -19,9 +20,9 @@ from kvcache.pool import KVPool
 # is then allocated at its first write.
 _MADV_POPULATE_WRITE: Final = 23
 _SLICE_BYTES: Final = 2 << 20
-# Bytes to populate beyond the blocks in use. Not the whole pool: a pool may be larger
-# than the memory limit of the container, and other processes can use the memory that is
-# not populated.
+# Number of bytes to populate beyond the highest block in use. The whole pool is not
+# populated, because it may exceed the memory limit of the container, and because other
+# processes can use the memory of unpopulated pages.
 _AHEAD_BYTES: Final = 512 << 20
 # Pauses between two slices. Populating a slice keeps a core busy for about 5 ms. The
 # short pause is for a pool that no request has used yet. The long pause is for the time
@@ -32,7 +33,7 @@ _POLL_S: Final = 0.5  # time between two checks whether higher blocks are in use
 
 
 class PrefaultThread(threading.Thread):
-    """Populates a CPU pool's pages ahead of its highest block in use, until closed.
+    """Populates pages of a CPU pool beyond the highest block in use, until `close`.
 
     Attributes:
         num_populated: Number of populated blocks, counted from block 0.
@@ -63,7 +64,7 @@ class PrefaultThread(threading.Thread):
                     _MADV_POPULATE_WRITE,
                 )
                 if is_refused:
-                    # Most likely the Linux kernel is too old, and refuses every slice.
+                    # The Linux kernel is probably too old, and would refuse all slices.
                     return
                 is_in_use = self._pool.highest_block >= 0
                 pause_s = _BUSY_PAUSE_S if is_in_use else _IDLE_PAUSE_S
@@ -79,7 +80,7 @@ def _slices(
     """Divides the memory of blocks [begin, end) of a pool into slices.
 
     Yields:
-        Address and size in bytes of each slice, which starts at a page border.
+        Address and size in bytes of each slice, which starts at a page boundary.
     """
     # A layout may divide each block into several parts. A plane is the contiguous
     # memory with one part of every block.

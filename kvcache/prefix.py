@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from kvcache.blocks import NULL_BLOCK, BlockAllocator, BlockStateError, IntegrityError
 from kvcache.groups import ONE_GROUP, KVGroups, without_null_blocks
 
-# Bound of the number of nodes, per block of the pool. There can be more nodes than
+# Limit on the number of nodes, per block of the pool. There can be more nodes than
 # blocks if all layers have a window: the first nodes of long sequences have no blocks.
 _MAX_NODES_PER_BLOCK = 8
 
@@ -60,11 +60,11 @@ class _Node:
 
 @dataclass(slots=True)
 class PrefixCursor:
-    """How far a sequence was found or published.
+    """The position in the tree up to which a sequence was found or published.
 
     Each sequence has one cursor, which the caller passes to every `match` and `publish`
-    of the sequence. The sequence may grow or be cut between calls, but its tokens and
-    its salt must not change.
+    of the sequence. Between calls, tokens may be added to or removed from the end of
+    the sequence, but its other tokens and its salt must not change.
     """
 
     node: _Node | None = None
@@ -135,9 +135,10 @@ class PrefixIndex:
         )
 
     def _start_node(self, cursor: PrefixCursor, max_depth: int) -> _Node:
-        """The cursor's node, or its ancestor that is `max_depth` blocks deep.
+        """The cursor's node, or the node's ancestor that is `max_depth` blocks deep.
 
-        The root if the cursor has no node, or its node was removed from the tree.
+        Returns the root if the cursor has no node, or if the node was removed from the
+        tree.
         """
         node = cursor.node
         if node is None or not node.blocks:
@@ -156,7 +157,7 @@ class PrefixIndex:
         return [block for blocks in reversed(path) for block in blocks]
 
     def _without_gaps(self, table: list[int], min_resume_tokens: int) -> list[int]:
-        """Cuts a table to its longest prefix that has all blocks of its windows.
+        """Truncates a table to its longest prefix without gaps in the groups' windows.
 
         Blocks before the windows become null blocks.
 
@@ -265,7 +266,7 @@ class PrefixIndex:
 
         Args:
             num_tokens: Length of the prefix.
-            seconds: The blocks are to be evicted later than others for this time.
+            seconds: For this time, the blocks are evicted later than unpinned blocks.
             owner: The pins count towards this owner's share of the pool.
             cursor: The cursor of the sequence, which does not move.
             salt: As in `match`.
@@ -328,8 +329,8 @@ class PrefixIndex:
     def _remove_descendants(self, node: _Node) -> None:
         """Removes all nodes below a node.
 
-        The links between the nodes are cut, so that the garbage collector finds no
-        cycles.
+        The links between the nodes are cut, so that no reference cycles remain for the
+        garbage collector.
         """
         pending = [node]
         while pending:

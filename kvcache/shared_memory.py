@@ -4,8 +4,8 @@ The memory is an anonymous file (memfd). The owner sends its process id and the 
 descriptor to a peer, which opens the file through /proc. A random token after the
 memory proves that the peer has opened this file: in the peer's container, the process
 id may belong to a different process. The file is sealed against shrinking, so that a
-mapping stays readable. It stays readable even after the owner has ended. A page takes
-memory only after its first write.
+mapping stays readable. A mapping stays readable even after the owner has ended. A page
+takes memory only after its first write.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ class NotMappable(Exception):
 
 
 class SharedMemory:
-    """The memory file of an owner. Deleting this object closes the file.
+    """A memory file in the process that owns it. Deleting this object closes the file.
 
     Attributes:
         token: The random token after the memory.

@@ -1,7 +1,8 @@
 """Shows a rank's transfer thread whether the engine computes a batch on the rank.
 
-The engine's thread records its steps here. While a batch runs, a pull limits its use of
-memory bandwidth, which the batch needs. While the engine is idle, there is no limit.
+The engine's thread records its steps in a StepWatch. While a batch runs, a pull limits
+its use of memory bandwidth, because the batch needs the bandwidth. While the engine is
+idle, there is no limit.
 """
 
 import time

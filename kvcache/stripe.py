@@ -38,7 +38,7 @@ class Stripe:
         return self.size * self.block_size
 
     def num_local(self, num_tokens: int | IntArray | Int32s) -> IntArray:
-        """How many of a sequence's first `num_tokens` tokens this rank stores.
+        """Number of a sequence's first `num_tokens` tokens that this rank stores.
 
         `num_tokens` may be an array; the result is computed for each element.
         """
@@ -47,10 +47,10 @@ class Stripe:
         return np.asarray(full_blocks * self.block_size + local_rest, np.int64)
 
     def local_slots(self, slots: IntArray) -> IntArray:
-        """Converts slots of the group to slots of this rank's pool.
+        """Converts token slots of the group's blocks to slots of this rank's pool.
 
         Args:
-            slots: block * tokens_per_block + offset.
+            slots: block * tokens_per_block + offset, for each token.
 
         Returns:
             block * block_size + offset. Tokens that other ranks store get slots of the
@@ -84,9 +84,9 @@ class Stripe:
         `check_remote` must accept `remote_block_size`.
 
         Args:
-            blocks: The peer's block table from token 0 on. Or an array of values, one
-                for each entry of that table. The result then has the values of the
-                selected blocks.
+            blocks: The peer's block table from token 0 on; or an array with one value
+                for each block of that table. For such an array, the result has the
+                values of the selected blocks.
         """
         table = np.asarray(blocks, np.int64)
         if self.size == 1:

@@ -1,15 +1,17 @@
 """Finds out which transports this machine has, and which transport UCX uses for READs.
 
-UCX chooses a protocol for two kinds of memory (host or GPU) at the first READ from one
-to the other. If UCX_PROTO_INFO is set, UCX prints the choice as a table, for example:
+A READ is a one-sided read of a peer's memory. UCX chooses a protocol for each pair of
+memory kinds (host or GPU) at the first READ from one kind into the other. If
+UCX_PROTO_INFO is set, UCX prints the choice as a table, for example:
 
     | doctor-d-df28639e26 intra-node cfg#1                             |
     | remote memory read by ucp_get*(multi) into host memory from host |
     | Range  | Description | Config                                    |
     | 0..inf | zero-copy   | cma/memory                                |
 
-UcxLog redirects UCX's output to a memory file of this process, so that the tables fill
-no terminal and leave no file. UCX's warnings and errors go to that file as well.
+UcxLog redirects UCX's output to a memory file of this process. So the tables do not
+fill the terminal, and no file on disk remains. The output includes UCX's warnings and
+errors.
 """
 
 import ctypes
@@ -84,7 +86,7 @@ class UcxRead:
         """A warning with the fix if a faster transport is expected; otherwise None.
 
         Within a host, TCP is slow, and so are copies between GPUs through host memory.
-        Between hosts, they count as slow only if this machine has RDMA devices.
+        Between hosts, both count as slow only if this machine has RDMA devices.
         """
         names = re.findall(r"([a-z][a-z0-9_]*)/", self.transport)
         between_gpus = "cuda" in self.local and "cuda" in self.remote
@@ -106,7 +108,7 @@ def has_rdma() -> bool:
 
 
 def parse_reads(text: str) -> list[UcxRead]:
-    """Parses UCX's output: the last row of each table about READs, in order.
+    """Returns the last row of each table about READs in UCX's output, in order.
 
     The last row is about the longest READs.
     """

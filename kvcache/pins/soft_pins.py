@@ -1,11 +1,12 @@
-"""Soft pins: which cached blocks are to be evicted later than others, and until when.
+"""Soft pins: until its pin ends, a cached block is evicted later than unpinned blocks.
 
 A pin is no promise. Blocks without a pin are evicted first; if only pinned blocks are
 left, the pin that ends first loses its blocks (kvcache/blocks.py). A pin belongs to an
 owner, such as an API key. One owner may pin at most OWNER_SHARE of the pool, so that no
 client can take the cache from all others.
 
-The end of a pin needs no timer: each use of the pins removes the expired ones first.
+No timer ends a pin. Expired pins are removed before blocks are pinned or evicted, and
+before pins are counted.
 """
 
 from collections import Counter
@@ -20,23 +21,23 @@ OWNER_SHARE = 0.5  # largest share of the pool that one owner may pin
 class SoftPins:
     """The pins of a pool's blocks. A block has at most one pin.
 
-    All blocks of a call share one pin, so a call costs O(1) per block.
+    All blocks of one `pin` call share one Pin, so the call costs O(1) per block.
 
     Args:
-        capacity: Blocks of the pool.
+        capacity: Number of blocks of the pool.
         clock: Returns the time in seconds.
 
     Attributes:
-        num_refused: Pins of blocks that were refused because of OWNER_SHARE.
+        num_refused: Number of blocks that were not pinned because of OWNER_SHARE.
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
         self._max_per_owner = int(capacity * OWNER_SHARE)
         self._clock = clock
-        self._pins: dict[int, Pin] = {}  # by block
-        # Pins in the order of their ends. Some may have lost all their blocks.
+        self._pins: dict[int, Pin] = {}  # the pins by block id
+        # A heap of pins, ordered by their ends. A pin may have no blocks left.
         self._heap: list[Pin] = []
-        self._num_by_owner: Counter[str] = Counter()  # blocks
+        self._num_by_owner: Counter[str] = Counter()  # number of pinned blocks
         self._num_calls = 0
         self.num_refused = 0
 
@@ -59,15 +60,15 @@ class SoftPins:
                 self.remove(block)
 
     def pin(self, blocks: Sequence[int], seconds: float, owner: str) -> list[int]:
-        """Pins blocks for `seconds`, and returns those whose pin is new or longer.
+        """Pins blocks for `seconds`. Returns the blocks whose pin is new or longer.
 
-        Of two pins of a block, the one that ends later counts, and its owner is
-        charged.
+        If a block already has a pin, the block keeps the pin that ends later, and
+        counts towards the share of that pin's owner.
 
         Args:
-            blocks: The blocks of a prefix, in order. If the owner's share is not
-                enough, the last blocks are refused: without the first blocks, a prefix
-                is not found.
+            blocks: The blocks of a prefix, in order. If the owner's share does not
+                suffice, the last blocks are refused, because lookups cannot find a
+                prefix without its first blocks.
         """
         self.remove_expired()
         self._num_calls += 1
@@ -79,7 +80,7 @@ class SoftPins:
             if old is not None and old.expires_at_s >= pin.expires_at_s:
                 continue
             if old is not None and old.owner == owner:
-                old.blocks.remove(block)  # charged already
+                old.blocks.remove(block)  # already counts towards the owner's share
             elif num_left <= 0:
                 self.num_refused += 1
                 continue
@@ -110,7 +111,7 @@ class SoftPins:
             heapify(self._heap)
 
     def find_inconsistency(self) -> str | None:
-        """Recounts the pins; returns what is wrong, or None."""
+        """Recounts the pins; returns a description of an inconsistency, or None."""
         blocks = {block: pin for pin in self._heap for block in pin.blocks}
         if blocks != self._pins:
             return "the pins by block and the pins by end differ"

@@ -3,18 +3,19 @@
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-# The heap is rebuilt if it has more than twice as many entries as there are blocks, but
-# not while it has fewer entries than this.
+# A heap of pins is rebuilt without its stale entries if it has more entries than this
+# number, and more than two entries per block.
 MIN_REBUILD = 64
 
 
 class Pin:
-    """What one call has pinned.
+    """The pin that one call of SoftPins.pin has given to some blocks.
 
     Attributes:
         blocks: The blocks that still have this pin.
-        spared: The blocks of this pin that eviction has passed over, in that order. A
-            block stays here when its pin has ended, until it is used or evicted.
+        spared: The blocks of this pin that eviction has passed over, in the order in
+            which that happened. After the end of the pin, a block stays in `spared`
+            until the block is used or evicted.
         is_queued: Whether the heap of SparedBlocks has an entry for this pin.
     """
 
@@ -29,19 +30,19 @@ class Pin:
         self.is_queued = False
 
     def __lt__(self, other: "Pin") -> bool:
-        """Whether this pin ends first; of two with the same end, the older one."""
+        """True if this pin ends earlier, or at the same time but is the older pin."""
         return (self.expires_at_s, self.number) < (other.expires_at_s, other.number)
 
 
 class SparedBlocks:
-    """Blocks in the order in which their pins end.
+    """Blocks that eviction has passed over, in the order in which their pins end.
 
-    The heap has one entry per pin. The entry of a pin without spared blocks is stale;
-    it stays until it reaches the head or the heap is rebuilt.
+    The heap has one entry per pin. The entry of a pin without spared blocks is stale. A
+    stale entry stays until it reaches the head of the heap, or the heap is rebuilt.
     """
 
     def __init__(self) -> None:
-        self._pins: dict[int, Pin] = {}  # by block
+        self._pins: dict[int, Pin] = {}  # the pins by block id
         self._heap: list[Pin] = []
 
     def __len__(self) -> int:

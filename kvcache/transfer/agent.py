@@ -5,9 +5,9 @@ one-sided read, as in RDMA, of several *runs*: contiguous ranges of bytes. Only 
 thread at a time uses an agent. A thread that takes over an agent calls `bind_thread`
 first.
 
-A post hands one READ to the agent. The bytes of a post are bounded, because on a CPU
-posting *is* copying and a cancelled pull must stop soon. The number of runs of a post
-is bounded, because each run takes microseconds to post.
+A post hands one READ to the agent. The bytes of a post are limited: on a CPU, posting a
+READ copies its bytes, and a cancelled pull must stop soon. The number of runs of a post
+is limited, because each run takes microseconds to post.
 """
 
 from abc import ABC, abstractmethod
@@ -23,8 +23,8 @@ from kvcache.transfer.plan.block_copy import ReadDescriptors
 
 # While the engine computes a batch, the rate of READs into a GPU is limited, because
 # the writes take memory bandwidth from the batch. READs into staging memory have a
-# lower limit, because their bytes use the bandwidth again: a kernel copies them into
-# the pool.
+# lower limit, because a kernel then copies the same bytes from staging memory into the
+# pool, which takes bandwidth again.
 _PACED_POST_BYTES = 64 << 20
 _PACED_BYTES_PER_S = 110e9
 _PACED_STAGED_BYTES_PER_S = 33e9
@@ -214,7 +214,8 @@ class Throttle:
     def cut(self, reads: Iterable[ReadDescriptors]) -> Iterator[ReadDescriptors]:
         """Divides READs into posts within the limits.
 
-        Runs keep their order. Only a run with more bytes than a post may have is split.
+        Runs keep their order. A run is split only if it has more bytes than the limit
+        of a post.
         """
         max_bytes = self.limits.max_bytes
         max_runs = self.limits.max_runs

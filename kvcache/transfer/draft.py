@@ -1,8 +1,9 @@
-"""The KV of a drafter, which is pulled with the KV of the engine's model.
+"""The KV of a drafter (draft KV), which is pulled with the KV of the engine's model.
 
-A drafter has a pool of its own, behind the engine's pool in the same allocation. A
-token's draft KV is in the block and slot of its other KV. So a pull needs no further
-lease and no further block table: it is one more transfer, with other endpoints.
+A drafter has a separate pool, behind the engine's pool in the same allocation. The
+draft KV of a token has the same block id, and the same position in the block, as the
+token's KV in the engine's pool. So draft KV needs no separate lease and no separate
+block table: pulling it is one more transfer, between different endpoints.
 """
 
 from collections.abc import Sequence
@@ -51,10 +52,14 @@ class DraftRank:
 def draft_planner(
     local: DraftRank | None, metadata: EngineMetadata, staging_bytes: int | None
 ) -> Planner | None:
-    """Plans the pulls of draft KV from a peer; None if it cannot be pulled.
+    """Makes the planner for pulls of draft KV from a peer.
 
     Args:
         staging_bytes: as in Planner.
+
+    Returns:
+        The planner; None if this engine has no drafter, or if the peer's draft KV
+        cannot be pulled.
     """
     if local is None or not shares_draft_kv(local.kv, metadata):
         return None

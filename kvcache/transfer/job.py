@@ -2,9 +2,9 @@
 
 A job posts READs, or queues launches of copies out of mapped memory. A READ has ended
 when it is done or when its link is closed. On a GPU, a launch has ended when its CUDA
-event has occurred (invariant I7 in docs/design.md). The death of the peer ends no
-launch, because mapped memory stays readable until it is unmapped. But the copied bytes
-are not used, because a dead peer cannot confirm that the lease was held.
+event has occurred (invariant I7 in docs/design.md). The death of the peer does not end
+a launch, because mapped memory stays readable until it is unmapped. But the copied
+bytes are not used, because a dead peer cannot confirm that the lease was held.
 """
 
 import time
@@ -34,8 +34,8 @@ logger = get_logger(__name__)
 # A job hangs if it has active READs, but for this long no READ was posted and none has
 # ended.
 HANGS_S = 1.0
-# Bound of the launches of a job that are queued at the same time. Several are queued,
-# so that the device begins the next launch as soon as the previous launch has ended.
+# Limit on the number of a job's launches that are queued at the same time. Several are
+# queued, so that the device begins the next launch as soon as the previous one ends.
 MAX_LAUNCHES = 4
 
 
@@ -163,7 +163,7 @@ class ReadJob(TransferJob):
         self._num_begun_steps = 0
         self._current = _BegunStep(deque(), 0)
         self._active: deque[tuple[ReadHandle, _BegunStep]]
-        # Slots that are being copied into the pool.
+        # Numbers of the staging slots that are being copied into the pool.
         self._placing: list[int] = []
         # Time of the last post or end of a READ, by time.monotonic.
         self._progress_s = 0.0
@@ -283,10 +283,10 @@ class ReadJob(TransferJob):
         return bool(reads)
 
     def _poll_placing(self) -> bool:
-        """Forgets the slots that have been copied into the pool.
+        """Removes the slots that have been copied into the pool from `_placing`.
 
         Returns:
-            True if there were any.
+            True if any slot was removed.
         """
         if self._staging is None:
             return False
@@ -339,9 +339,10 @@ class ReadJob(TransferJob):
         return begun
 
     def _end_read(self, link: PeerLink, read: tuple[ReadHandle, _BegunStep]) -> None:
-        """Counts a READ as ended. Places a staged step after the last READ of the step.
+        """Counts a READ as ended.
 
-        A job that is stopping places nothing.
+        After the last READ of a staged step, begins to copy the step's slot into the
+        pool. A job that is stopping copies nothing.
         """
         handle, begun = read
         if not link.is_closing:
@@ -424,8 +425,8 @@ class MappedJob(TransferJob):
         max_bytes = self._placer.claim_launch_bytes(copy, scale_factors)
         if max_bytes == 0:
             return False
-        # A copy is launched in whole pieces: at least one, even if it exceeds the
-        # limit.
+        # A copy is launched in whole pieces: at least one piece, even if the piece
+        # exceeds the limit.
         num_pieces = max(max_bytes // copy.piece_bytes, 1)
         self._pending.popleft()
         if num_pieces < len(copy.sources):
@@ -441,7 +442,8 @@ class MappedJob(TransferJob):
 def transport_of(job: TransferJob) -> str:
     """The transport of a job: "mapped", or UCX's name, such as "cma/memory".
 
-    UCX chooses a transport for a peer at the first READs, so the name is stored.
+    UCX reports its choice for a peer only at the first READs. The name is then stored
+    in the Peer.
     """
     if not isinstance(job, ReadJob):
         return "mapped"

@@ -1,4 +1,4 @@
-"""One rank of D: the resources that its pulls and links share."""
+"""One rank of the decode server (D): the resources that its pulls and links share."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -22,7 +22,7 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-SCRATCH_BYTES = 4 << 20  # size of the memory that probes read into
+SCRATCH_BYTES = 4 << 20  # size of the memory for READs that only measure a link
 # Links are measured only if there is at least this much staging memory. With less,
 # plans hardly depend on the costs of a link.
 _MIN_MEASURED_STAGING_BYTES = 4 << 20
@@ -57,10 +57,11 @@ class LocalRank:
         convert: accept peers with a different KV dtype or KV scales.
         costs: the costs of every link; None: links are measured at first contact, if
             `measures_links`.
-        limits: limits on posts; None: the defaults for the device.
+        limits: limits on the size and number of posted READs; None: the defaults for
+            the device.
         placer: maps the memory of peers and copies out of it. If a peer's memory cannot
             be mapped, an agent reads it. None: agents read from all peers.
-        maps_only: refuse peers that cannot be mapped.
+        maps_only: fail pulls from a peer if the memory of the peer cannot be mapped.
         is_busy: returns True while the engine computes a batch on this rank. Until the
             batch has ended, the rate of READs into a pool on a GPU is limited.
         connect_timeout_s: longest time that connecting and measuring a link may take.
@@ -154,7 +155,7 @@ class LocalRank:
             self.placer.bind_thread()
 
     def register_pool(self) -> None:
-        """Makes the pool readable by peers, and the pool of a drafter."""
+        """Makes the pool, and a drafter's pool behind it, readable by peers."""
         self._register(self.agent, self.pool.base_address, len(self.pool.memory))
 
     def register_with(self, agent: TransferAgent) -> None:

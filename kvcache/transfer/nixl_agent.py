@@ -3,8 +3,8 @@
 The agent uses NIXL's bindings, not NIXL's Python wrapper. The wrapper starts each
 agent's progress thread with a delay of 0, so that the thread uses 100 % of a core even
 when idle. With a delay above 0, the thread sleeps on UCX's events and wakes at once for
-a peer's first contact. The thread is necessary: without it, an agent would not answer a
-peer unless a method of the agent is called.
+a peer's first contact. The progress thread is necessary: without it, an agent would
+answer a peer only while a method of the agent is running.
 """
 
 import os

@@ -120,7 +120,8 @@ class Peer:
         with _as_incompatible():
             planners = [(self._get_planner(), group) for group in range(groups.count)]
             if self._draft_planner is not None and pull.has_draft_kv:
-                # Draft KV is in the blocks of a group that keeps those of all tokens.
+                # Draft KV shares its block ids with a layer group without a window,
+                # because that group keeps the blocks of all tokens.
                 planners.append((self._draft_planner, groups.windows.index(None)))
             for planner, group in planners:
                 transfer = planner.make_transfer(

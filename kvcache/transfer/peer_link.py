@@ -1,8 +1,9 @@
 """The link that reads from one prefill engine.
 
-Each link has its own agent. A READ may hang, or fail while some of its runs continue.
-Only closing the agent ends such a READ (invariant I7 in docs/design.md), because that
-closes the agent's sockets, queues and registrations.
+Each link has its own transport agent. A READ consists of runs (contiguous ranges of
+bytes). A READ may hang, or fail while some of its runs continue. Only closing the agent
+ends such a READ (invariant I7 in docs/design.md), because that closes the agent's
+sockets, queues and registrations.
 
 Connecting may block for minutes if the network drops packets, and closing may take
 seconds. Each link has its own thread for connecting and closing, so that pulls from
@@ -28,8 +29,8 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Largest long probe in bytes, by kind of this rank's memory. Probes with more bytes do
-# not measure the link better.
+# Largest number of bytes in a READ that measures the link (the long probe of cost.py),
+# by the kind of this rank's memory. Larger READs do not measure the link better.
 _MAX_PROBE_BYTES = {"DRAM": 4 << 20, "VRAM": 16 << 20}
 _MIN_NAP_S = 0.00001
 _MAX_NAP_S = 0.01
@@ -49,10 +50,11 @@ class PeerLink:
     and when the link is closed.
 
     Args:
-        rank: this rank of D. The link adds itself to `rank.links` and stays there until
-            its agent is closed.
+        rank: this rank of the decode server. The link is in `rank.links` until the
+            link's agent is closed.
         ranks: the ranks of the prefill server to read from.
-        probes: measure the link, with READs of the null block of the first of `ranks`.
+        probes: measure the link, with READs of the null block of the first rank in
+            `ranks`.
 
     Attributes:
         is_connecting: the link's thread still connects or measures, perhaps even after
@@ -242,8 +244,8 @@ class PeerLink:
         while self.agent.poll(handle) is ReadState.ACTIVE:
             if self.is_closing or time.monotonic() >= self.deadline:
                 raise TransferFailed("a READ that measures the link does not end")
-            # Naps are a fraction of the elapsed time, because a nap delays the end of
-            # the measurement: this bounds the relative error.
+            # A nap delays the end of the measurement. Each nap is a fraction of the
+            # elapsed time, which limits the relative error.
             nap_s = (time.perf_counter() - began_s) / 16
             time.sleep(min(max(nap_s, _MIN_NAP_S), _MAX_NAP_S))
         seconds = time.perf_counter() - began_s

@@ -1,7 +1,8 @@
 """Maps the pools of one prefill engine, in a thread.
 
-A GPU locks the memory of a large pool for seconds before it can read the pool. Pulls
-from other peers, renewals of leases and timeouts of lookups continue in that time.
+Before a GPU can read a large pool in host memory, the pool is locked, which takes
+seconds. The transfer thread can use that time for pulls from other peers, renewals of
+leases and timeouts of lookups.
 """
 
 import threading
@@ -59,8 +60,8 @@ class PeerMapping:
                 memories[owner] = self._placer.open(self._metadata.ranks[owner])
             logger.info("KV of prefill server %s is mapped", engine_id)
         except Exception as error:
-            # An error other than NotMappable is a bug here. It is not raised, because
-            # READs from the peer may still work.
+            # An error other than NotMappable is a bug in this code. It is not raised,
+            # because READs from the peer may still work.
             if not isinstance(error, NotMappable):
                 logger.exception("mapping KV of prefill server %s failed", engine_id)
             logger.info("KV of prefill server %s is not mapped: %s", engine_id, error)
@@ -75,7 +76,7 @@ class PeerMapping:
         self._on_end()
 
     def close(self) -> None:
-        """Closes the mapped memory, perhaps only when mapping has ended. No job may be
+        """Closes the mapped memory now, or as soon as mapping has ended. No job may be
         reading from the memory."""
         with self._lock:
             self._is_closed = True

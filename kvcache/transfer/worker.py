@@ -1,8 +1,8 @@
-"""A rank's transfer thread: drives jobs piece by piece, and reports the end of each.
+"""A rank's transfer thread, which drives jobs piece by piece and reports their ends.
 
-The thread blocks while it is idle. It reads commands between any two posts, so that a
-cancelled pull stops within one post. A job stays here until all its READs have ended
-(invariant I7 in docs/design.md).
+A job is one rank's part of a pull. The thread blocks while it is idle. It reads
+commands between any two posts, so that a cancelled pull stops within one post. A job
+is kept until all its READs have ended (invariant I7 in docs/design.md).
 """
 
 import faulthandler
@@ -51,25 +51,26 @@ from protocol.process.vital_threads import VitalThread
 
 logger = get_logger(__name__)
 
-# Naps between two rounds in which nothing has changed, while jobs are active.
+# The transfer thread pauses after a round without progress while jobs are active: for
+# _NAP_S if the pool is in host memory, for _GPU_NAP_S if the pool is on a GPU.
 _NAP_S = 0.0005
 _GPU_NAP_S = 0.00002
-# While a batch is computed, naps are longer, because the engine's thread needs the
-# interpreter's lock.
+# The pause on a GPU while the engine computes a batch. It is longer than _GPU_NAP_S,
+# because the engine's thread needs Python's global interpreter lock.
 _GPU_BUSY_NAP_S = 0.00005
-# The nap after each failure, and while no job can post and a job is being stopped.
+# The pause after a failure, and while each job is being stopped or waits for its link.
 _STUCK_NAP_S = 0.02
 # A link is closed if all READs over the link have hung for this long, and a stopped job
 # waits for one of these READs to end.
 _TEAR_DOWN_S = 10.0
 _MIN_LOGGED_BYTES = 1 << 20  # the speed of a smaller pull is not logged
 # This many failures in a row end the process: a round without a failure resets the
-# count. A nap of _STUCK_NAP_S follows each failure, so 100 failures take about 2 s.
+# count. A pause of _STUCK_NAP_S follows each failure, so 100 failures take about 2 s.
 _MAX_FAILURES = 100
-# Seconds between two checks of the watchdog whether the transfer thread makes progress.
-# An idle transfer thread wakes this often. After _NUM_CHECKS checks without progress,
-# the process ends. That is later than the slowest driver call (compiling a kernel) ends
-# on a busy machine.
+# The watchdog checks at this interval whether the transfer thread makes progress. An
+# idle transfer thread also wakes at this interval. After _NUM_CHECKS checks without
+# progress, the process ends. The slowest driver call, which compiles a kernel, takes
+# less time than that even on a busy machine.
 _CHECK_S = 10.0
 _NUM_CHECKS = 30
 
@@ -140,7 +141,7 @@ class TransferWorker:
                 self._fail_jobs(error, *self._jobs.values())
             if len(self._failures) == num_failures:
                 self._failures.clear()
-            # After this many failures, no job is expected to end any more.
+            # After _MAX_FAILURES, no job is expected to end any more.
             elif len(self._failures) >= _MAX_FAILURES:
                 raise self._failures[-1]
         if not self._jobs:
@@ -196,7 +197,7 @@ class TransferWorker:
         return has_changed
 
     def _post_one(self) -> bool:
-        """Calls `post` of the jobs in turn, until one posts. False if no job posts."""
+        """Calls `post` of each job until one job posts. Returns False if none posts."""
         for pull_id, job in list(self._jobs.items()):
             if not job.is_stopping and self._drive(job, job.post):
                 self.counters["posts"] += isinstance(job, ReadJob)
@@ -303,8 +304,8 @@ class TransferWorker:
         self._jobs[pull.pull_id] = kind(pull, peer)
 
     def _check_preparations(self) -> bool:
-        """Reports the peers that are prepared, and begins the pulls that have waited
-        until their peer's memory was mapped. Returns True if there were any."""
+        """Reports newly prepared peers, and begins the pulls that have waited until
+        their peer's memory was mapped. Returns True if it did any of that."""
         has_changed = False
         for peer in self._peers.values():
             if peer.is_reported:
@@ -329,7 +330,7 @@ class TransferWorker:
         if is_complete and job.bytes_read:
             key = stat_key("baton_kv_transports", transport=transport_of(job))
             self._transport_counts[key] = self._transport_counts.get(key, 0.0) + 1
-        if is_complete:  # reported before the clean-up, because the pull waits for it
+        if is_complete:  # before the clean-up, because the pull waits for the report
             self._report_complete(job)
         try:
             self._drive(job, job.release_staging)
@@ -355,7 +356,7 @@ class TransferWorker:
                 job.stop(error)
 
     def _clean_up(self, peer: Peer) -> None:
-        """Unmaps a stale or dropped peer, and forgets a dropped one.
+        """Unmaps the memory of a stale or dropped peer, and removes a dropped peer.
 
         Does nothing while a job uses the peer.
         """
@@ -393,11 +394,11 @@ class TransferWorker:
     def _bypass_hanging_staging(self) -> None:
         """Makes jobs read straight into the pool if the owner of staging memory hangs.
 
-        The owner is the job that uses the staging memory; the other jobs wait for it.
+        The owner is the job that uses the staging memory, for which other jobs wait.
         The owner also counts as hanging if it has no active READs and READs of other
         jobs from the same peer hang. A job that has to convert KV cannot do without
-        staging memory. It fails if the owner is stopping, because the memory stays in
-        use.
+        staging memory. Such a job fails if the owner is stopping, because the owner
+        then does not free the memory.
         """
         staging = self._rank.staging
         owner = self._jobs.get(staging.owner or "") if staging else None
@@ -436,9 +437,9 @@ class TransferWorker:
     def _report_end_with_digest(
         self, pull_id: str, scope: Scope, blocks: Sequence[int], **fields: Any
     ) -> None:
-        """Begins a digest. When it is computed, the end of the order is reported.
+        """Begins the digest of a Pull or of a DigestOrder.
 
-        The order is a Pull or a DigestOrder.
+        When the digest is computed, the end of the Pull or DigestOrder is reported.
         """
 
         def report(part: DigestPart | None) -> None:
@@ -477,8 +478,8 @@ def use_one_torch_thread() -> None:
     for work. The engine's operations would then wait for threads to wake up.
     """
     torch.set_num_threads(1)
-    # Fixes the number for this thread, so that later calls in other threads do not
-    # change it.
+    # This call fixes the number for the calling thread, so that later calls in other
+    # threads do not change the number.
     torch.get_num_threads()
 
 

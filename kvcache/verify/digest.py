@@ -14,8 +14,8 @@ the rows of that head and chunk. So the sums of ranks that share a sequence's to
 be added up. All arithmetic is modulo 2^64.
 
 One wrong bit always changes a sum: a bit times an odd key is not 0, and scrambling maps
-different numbers to different numbers. A fault of several bits is missed with a
-probability of about 1 in 2^32 per pull, because the keys depend on the lease.
+different numbers to different numbers. The keys are pseudorandom and different for each
+lease, so several wrong bits are missed with a probability of about 1 in 2^32 per pull.
 
 A *sample* covers, for each chunk, all tokens and heads of one in 16 layers. The layers
 differ between chunks and leases. A sample contains rows of every block, so it finds
@@ -40,13 +40,14 @@ logger = get_logger(__name__)
 OnPart = Callable[[DigestPart | None], None]  # called with None if the digest failed
 
 _WORDS = torch.int32, torch.int16, torch.int8
-# Computing a piece of this size takes about 2 ms. During that time, the transfer thread
-# does nothing else.
+# A digest is computed in pieces. A piece of this size takes about 2 ms on a CPU. During
+# that time, the transfer thread does nothing else.
 _CPU_PIECE_BYTES: Final = 2 << 20
-# Computing a piece of this size takes about 0.2 ms, as long as preparing its launch.
+# On a GPU, computing the digest of a piece of this size takes about 0.2 ms. Preparing
+# the launch of the kernel takes about as long.
 _GPU_PIECE_BYTES: Final = 256 << 20
 # Bytes that `_values` reads at a time. malloc returns the memory of larger temporary
-# tensors to the system each time, and touching new pages is slow.
+# tensors to the system after each use, and touching the pages of new memory is slow.
 _MAX_TEMPORARY_BYTES: Final = 256 << 10
 
 
@@ -57,7 +58,7 @@ class Rows(NamedTuple):
     are covered.
 
     Attributes:
-        first_rows: i64 [T]: the number of each token's first row, counted in the pool.
+        first_rows: i64 [T]: the index of each token's first row in the pool.
         token_keys: i64 [T]: the key of each token.
         chunks: i64 [T]: each token's chunk, as an index into `row_offsets` and
             `row_keys`.
@@ -84,10 +85,10 @@ class _Digest(NamedTuple):
 class Digester:
     """Computes digest parts of one rank. Only one thread may use a Digester.
 
-    Concurrent digests take turns: one piece of each.
+    Concurrent digests take turns after each piece.
 
     Args:
-        total_kv_heads: KV heads of the model.
+        total_kv_heads: Number of KV heads of the model.
 
     Attributes:
         values: The function that computes the value of each row, with torch or with the
@@ -111,14 +112,15 @@ class Digester:
         self.piece_bytes = _CPU_PIECE_BYTES
         if pool.device.type == "cuda":
             self.piece_bytes = _GPU_PIECE_BYTES
-            # 0 is the lowest priority, so the engine's kernels go first.
+            # 0 is the lowest priority of a CUDA stream. The engine's stream has a
+            # higher priority, so the engine's kernels run first.
             self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
                 pool.device, priority=0
             )
             self._compile()
 
     def _compile(self) -> None:
-        """Compiles the kernel by launching it, so that no request waits for this later.
+        """Compiles the kernel by launching it, so that no later digest has to wait.
 
         If the kernel cannot be compiled, torch computes all digests.
         """

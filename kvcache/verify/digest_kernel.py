@@ -1,10 +1,11 @@
-"""Computes the values of rows (digest.py) on a GPU.
+"""Computes the values of rows of KV, which digest.py defines, on a GPU.
 
 This is the only file of verify/ that imports Triton.
 
 One variant of the kernel is compiled for each width of rows, which depends on the
-model. As in transfer/move/place_kernel.py, only a few programs (thread blocks) process
-tiles of rows in turn, so that the engine can use most multiprocessors.
+model. As in transfer/move/place_kernel.py, only a few programs (thread blocks) run.
+Each program processes one tile of rows after another. So most multiprocessors remain
+free for the engine.
 """
 
 import torch

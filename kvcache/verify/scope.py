@@ -1,4 +1,4 @@
-"""What a digest of KV (digest.py) covers, and how the parts of ranks are merged."""
+"""The scope of a digest of KV (digest.py), and the merging of the ranks' parts."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from kvcache.stripe import IntArray
 
-# A callback for the sums of an engine's digest, as from `Scope.merge`; b"" if the
-# digest has failed.
+# A callback that gets the sums of an engine's digest, as returned by `Scope.merge`; b""
+# if the digest has failed.
 OnSums = Callable[[bytes], None]
 U64s = npt.NDArray[np.uint64]
 
@@ -25,7 +25,10 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 
 
 class KeyKind(IntEnum):
-    """What a key is for. Keys of different kinds are independent of each other."""
+    """The purpose of a key of a digest; see `Scope.keys`.
+
+    Keys of different kinds are independent of each other.
+    """
 
     WORD = 0  # one key for each word's position in a row (see digest.py)
     TOKEN = 1  # one key for each token's position in the sequence
@@ -37,8 +40,8 @@ class DigestPart(msgspec.Struct, frozen=True):
     """One rank's part of a digest.
 
     Attributes:
-        copy: The number of the copy of the heads that this rank holds. The ranks of a
-            context-parallel group share a copy, so their sums are added up.
+        copy: The number of the rank's context-parallel group. The ranks of a group hold
+            the same heads but different tokens, so their sums are added up.
         first_head: The first KV head of the part.
         sums: u64 [heads, chunks], as bytes.
     """
@@ -53,7 +56,7 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         is_sample: The digest covers a sample of the layers instead of all layers.
-        chunk_tokens: Tokens of a chunk; chunks are counted from token 0.
+        chunk_tokens: Number of tokens in a chunk; the first chunk starts at token 0.
         min_resume_tokens: As in KVGroups.token_ranges; only used with several layer
             groups.
     """
@@ -92,11 +95,12 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     def merge(self, parts: Sequence[DigestPart | None], num_heads: int) -> bytes:
         """Merges the parts of an engine's ranks into one digest.
 
-        If there are several copies of a head, the sums of one copy are taken.
+        If several context-parallel groups hold the same head, the sums of one group are
+        used.
 
         Args:
             parts: The part of each rank; None if the rank failed.
-            num_heads: KV heads of the model.
+            num_heads: Number of KV heads of the model.
 
         Returns:
             u64 [heads, chunks], as bytes; empty if a rank failed.
@@ -132,7 +136,10 @@ class Scope(msgspec.Struct, frozen=True, dict=True):
     def _copies(
         self, parts: Sequence[DigestPart | None]
     ) -> Iterable[tuple[slice, U64s]]:
-        """For each copy of heads: the heads, and the added up sums of its ranks."""
+        """For each context-parallel group: its heads, and the total sums of its ranks.
+
+        `DigestPart.copy` is the number of the group.
+        """
         copies: dict[int, tuple[slice, U64s]] = {}
         for part in filter(None, parts):
             sums = np.frombuffer(part.sums, np.uint64).reshape(-1, len(self.chunks))

@@ -18,7 +18,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_ORDER = 1
 # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines copy, not multiprocessors.
 _OVERLAP_WITH_COMPUTE = 1
-# CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP and _READ_ONLY.
+# CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP and _READ_ONLY: flags of cuMemHostRegister.
 _REGISTER_PORTABLE = 1
 _REGISTER_MAPPED = 2
 _REGISTER_READ_ONLY = 8
@@ -89,7 +89,7 @@ def register_host(address: int, nbytes: int, *, is_read_only: bool = False) -> N
 
 
 def unregister_host(address: int) -> None:
-    """Ends `register_host`. No copy from or to the memory may be running."""
+    """Undoes `register_host`. No copy from or to the memory may be running."""
     _call("cuMemHostUnregister", c_uint64(address))
 
 
@@ -156,7 +156,7 @@ def enable_peer_access(device: int) -> None:
 
 
 def close_handle(address: int) -> None:
-    """Unmaps memory from `open_handle`. No kernel may be reading it."""
+    """Unmaps memory from `open_handle`. No kernel may be reading the memory."""
     _call("cuIpcCloseMemHandle", c_uint64(address))
 
 

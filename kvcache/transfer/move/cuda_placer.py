@@ -3,12 +3,12 @@
 Copy engines take no multiprocessor from the batch. They move many long runs in one
 call, nearly as fast as a plain copy does. So copy engines carry out the copies with
 one long run per piece, and the kernel carries out all other copies. If the kernel
-cannot be compiled for the KV of a peer, the peer's memory is not mapped: KV is read
-over NIXL, and torch copies what was read into staging memory.
+cannot be compiled for the KV of a peer, the peer's memory is not mapped. Instead, KV is
+read over NIXL, and torch copies it out of staging memory.
 
 The kernel (place_kernel.py) moves *units* of up to 16 bytes. It numbers the units of a
 copy piece by piece, and inside a piece in the order of the source, so that units with
-neighbouring numbers are neighbours in the source's memory. Five divisions turn the
+neighboring numbers are neighbors in the source's memory. Five divisions turn the
 number of a unit into its piece and its index on every axis. Two tables have the offset
 of each piece, one at the source and one at the target. Two sets of strides give the
 offset of the unit inside the piece, on each side. All offsets are in units. So no list
@@ -48,7 +48,7 @@ logger = get_logger(__name__)
 
 UNIT_BYTES = 16  # largest size of a unit: the largest word that a GPU thread moves
 NUM_PARAMETERS = 3 + 4 * 6  # length of Units.parameters without scale factors
-MAX_UNITS = (1 << 31) - 1  # bound for one launch: the kernel numbers units with int32
+MAX_UNITS = (1 << 31) - 1  # limit of one launch: the kernel numbers units with int32
 # Thread blocks of one launch. With more thread blocks the kernel is hardly faster, and
 # other kernels get fewer multiprocessors.
 NUM_PROGRAMS = 48
@@ -65,8 +65,8 @@ LONG_RUN_BYTES = 2 << 20
 PACED_BYTES_PER_S = 90e9
 _PACED_LAUNCH_BYTES = 16 << 20
 _BUSY_RUN_BYTES = 64 << 10
-# Bound of the copies in one launch for copy engines. Queuing 128 copies takes 0.1 to
-# 0.6 ms.
+# Limit on the number of copies in one launch for copy engines. Queuing 128 copies takes
+# 0.1 to 0.6 ms.
 _MAX_ENGINE_COPIES = 128
 
 
@@ -80,7 +80,7 @@ class KernelKind(NamedTuple):
 
 
 class Units(NamedTuple):
-    """The kernel's description of a copy, except for the offsets of the pieces.
+    """The kernel's description of a copy, without the offsets of the pieces.
 
     Attributes:
         units_per_piece: number of units in one piece.
@@ -188,12 +188,12 @@ def run_bytes_of(copy: BlockCopy, scale_factors: ScaleFactors) -> int:
 
 
 class CudaPlacer(Placer):
-    """Places with copy engines and the kernel.
+    """Copies KV into a pool with the copy engines of a GPU and the placing kernel.
 
     Args:
         pool: the pool of this rank. The copies write to this pool. A pool in host
             memory is locked, which allocates all its pages.
-        device: the GPU that runs the copies; None: the pool is on this GPU.
+        device: the GPU that runs the copies; None: the GPU with the pool.
         num_programs: thread blocks of one launch; see NUM_PROGRAMS.
         long_run_bytes: copy engines move runs of at least this size; 0: all runs. While
             `is_busy`, copy engines also move runs of at least _BUSY_RUN_BYTES.
@@ -238,7 +238,8 @@ class CudaPlacer(Placer):
         """Compiles every kernel of `kernel_kinds_into`, before the first peer connects.
 
         If a kernel cannot be compiled, a warning is logged. `open` then refuses peers
-        that need the kernel, and torch places their KV out of staging memory.
+        that need the kernel. Their KV is read over NIXL into staging memory, and torch
+        copies it into the pool.
         """
         kinds = set(kernel_kinds_into(self._pool.layout, convert=convert))
         for layout in self._extra_layouts:
@@ -367,13 +368,14 @@ def placer_for_host(pool: KVPool, *, maps_only: bool) -> Placer | None:
     """Makes the placer of a pool in host memory that GPUs and CPUs may use.
 
     On a host with a GPU, the GPU copies: it reads the pools of engines, and writes to
-    the pool's memory, which is locked for that.
+    this pool. The memory of this pool is locked for the GPU.
 
     Returns:
-        None if the memory cannot be locked, after a warning.
+        The placer; None, after a warning, if the memory cannot be locked.
 
     Raises:
-        CudaError: the memory cannot be locked, and `maps_only` forbids other ways.
+        CudaError: the memory cannot be locked, and `maps_only` forbids reading over
+            NIXL instead.
     """
     if not torch.cuda.is_available():
         return placer_for(pool, convert=False)

@@ -1,9 +1,9 @@
-"""Host memory that is locked for GPUs piece by piece.
+"""Host memory that is locked (pinned) for GPUs, piece by piece.
 
-The CUDA driver locks 1 GiB in about 0.06 s. While it does, it launches no kernel of
-this process, so locking a large pool at once would stop all requests for seconds. Pages
-that do not exist yet are allocated first, by several threads, because the driver
-allocates them in one thread at less than 2 GB/s.
+The CUDA driver locks 1 GiB in about 0.06 s. In that time, the driver launches no kernel
+of this process, so locking a large pool in one call would stop all requests for
+seconds. Several threads first allocate the pages that do not exist yet, because the
+driver would allocate them in one thread at less than 2 GB/s.
 """
 
 import ctypes
@@ -22,7 +22,8 @@ logger = get_logger(__name__)
 
 _PIECE_BYTES: Final = 64 << 20  # the driver locks this in about 4 ms
 MAX_THREADS: Final = 16  # more threads hardly allocate faster
-# Commands of madvise. Old kernels refuse the last two; the driver then allocates.
+# Commands of madvise. Old Linux kernels refuse the last two commands; the CUDA driver
+# then allocates the pages.
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
@@ -36,11 +37,11 @@ def num_populating_threads() -> int:
 class LockedMemory:
     """Host memory that GPUs of this process read and write under the same addresses.
 
-    A copy must not cross the border of two pieces. So a piece is a multiple of
-    `unit_bytes`, and no copy crosses a border between two units.
+    A copy must not cross the border between two pieces. Copies never cross the border
+    between two units, so the size of a piece is a multiple of `unit_bytes`.
 
     Args:
-        unit_bytes: as above: `KVLayout.byte_strides["B"]` of a pool.
+        unit_bytes: size of a unit: `KVLayout.byte_strides["B"]` of the pool.
         is_read_only: this process has mapped the memory for reading only.
         num_threads: threads that populate the memory.
         is_busy: returns True while requests are computed. Then locking pauses after
@@ -105,7 +106,8 @@ def pieces_of(address: int, nbytes: int, unit_bytes: int) -> list[tuple[int, int
     """Divides memory into pieces of about _PIECE_BYTES.
 
     Returns:
-        Address and size of each piece. All borders are borders of pages and of units.
+        Address and size of each piece. Each border between two pieces is a border
+        between two pages, and between two units.
     """
     step = math.lcm(unit_bytes, mmap.PAGESIZE)
     step *= max(1, _PIECE_BYTES // step)
@@ -116,6 +118,6 @@ def pieces_of(address: int, nbytes: int, unit_bytes: int) -> list[tuple[int, int
 
 
 def _advise(address: int, nbytes: int, command: int) -> None:
-    """Calls madvise. Ignores a refusal, because the memory can be used without."""
+    """Calls madvise. Ignores a refusal, because the memory is usable anyway."""
     libc = ctypes.CDLL(None)
     libc.madvise(ctypes.c_size_t(address), ctypes.c_size_t(nbytes), command)

@@ -38,7 +38,7 @@ _PROCESS = secrets.token_bytes(16)
 
 
 class MappableRecord(msgspec.Struct, kw_only=True):
-    """What other processes of the host need to know to map a rank's pool.
+    """The data with which other processes of the same host map a rank's pool.
 
     Attributes:
         host: the owner's `host_id`.
@@ -81,7 +81,7 @@ class Memory:
 def host_id() -> str:
     """The boot id of the system, equal for all processes and containers of a host.
 
-    The host name if the boot id cannot be read.
+    Returns the host name if the boot id cannot be read.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -92,7 +92,7 @@ def host_id() -> str:
 def mappable_extra(pool: KVPool) -> dict[str, Any]:
     """The entries of RankMetadata.extra with which processes of this host map the pool.
 
-    Empty, after a warning, if the pool cannot be shared.
+    If the pool cannot be shared, logs a warning and returns no entries.
     """
     record = MappableRecord(host=host_id(), token=_PROCESS)
     if pool.shared is not None:
@@ -179,8 +179,8 @@ def open_host_for_gpu(
 ) -> Memory:
     """Maps a rank's pool in host memory, for `device` to read.
 
-    All pages of the pool are locked in memory, which takes 0.1 s per GiB. Unlocking
-    them also takes long, so `close` only begins it, in a thread.
+    All pages of the pool are locked in memory, which takes 0.1 s per GiB. Unlocking the
+    pages also takes long, so `close` starts a thread that unlocks them.
 
     Args:
         is_busy: as in LockedMemory.

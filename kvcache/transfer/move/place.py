@@ -1,4 +1,4 @@
-"""Places block copies with torch. On GPUs, CudaPlacer (cuda_placer.py) is faster.
+"""Carries out ("places") block copies with torch; CudaPlacer is faster on GPUs.
 
 Torch makes strided copies between views of two memories. A view has the shape [pieces,
 heads, layers, components, tokens, elements], so the pieces of a view must be equally
@@ -22,8 +22,9 @@ from kvcache.transfer.plan.block_copy import BlockCopy, ScaleFactors
 from kvcache.transfer.plan.steps import Step
 from protocol.handshake import RankMetadata
 
-# Elements that need no conversion are copied as words of the largest of these dtypes
-# with a size that divides all sizes and addresses. Larger words are copied faster.
+# Elements that need no conversion are copied as integers of one of these dtypes: the
+# largest dtype with a size that divides all sizes and addresses, because larger words
+# are copied faster.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 ALL_BYTES = 1 << 62  # `claim_launch_bytes` returns this value if there is no limit
 _MAX_SLOTS = 4  # largest number of slots that the staging memory is divided into
@@ -39,14 +40,15 @@ class Placer:
         device: carries out the copies; None: the device of the pool.
     """
 
-    launch_bytes = 16 << 20  # bound of a launch; a CPU copies this in 2 to 4 ms
+    launch_bytes = 16 << 20  # limit of one launch; a CPU copies this in 2 to 4 ms
 
     def __init__(self, pool: KVPool, device: torch.device | None = None) -> None:
         self._pool = pool
         self._device = device or pool.device
         self._stream = None
         if self._device.type == "cuda":
-            # 0 is the lowest priority, so the engine's kernels go first.
+            # 0 is the lowest priority of a CUDA stream. The engine's stream has a
+            # higher priority, so the engine's kernels run first.
             self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
                 self._device, priority=0
             )
@@ -68,8 +70,8 @@ class Placer:
     def claim_launch_bytes(self, copy: BlockCopy, scale_factors: ScaleFactors) -> int:
         """Returns how many bytes of a copy may be launched now; 0: none.
 
-        The caller must launch that much at once, because a placer with a limited rate
-        counts the returned bytes as launched.
+        The caller must immediately launch the returned number of bytes, because a
+        placer with a limited rate counts these bytes as launched.
         """
         return ALL_BYTES
 
@@ -90,7 +92,8 @@ class Placer:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
             except Exception:
-                # Copies that were queued before the error have no event to wait for.
+                # Copies that were queued before the error have no event, so this waits
+                # for all copies on the stream.
                 self._stream.synchronize()
                 raise
         return event
@@ -132,7 +135,7 @@ class StagingBuffer:
     after the copies out of it have ended (invariant I8 in docs/design.md).
 
     Args:
-        placer: used by this buffer alone.
+        placer: copies out of the staging memory; no other object may use this placer.
 
     Raises:
         ValueError: `nbytes` cannot be allocated.
@@ -140,8 +143,8 @@ class StagingBuffer:
 
     def __init__(self, nbytes: int, pool: KVPool, placer: Placer) -> None:
         self.nbytes = nbytes
-        # On a CPU, pages take memory only at their first write, so only a size far
-        # beyond the memory fails here.
+        # On a CPU, pages take memory only at their first write. So this allocation
+        # fails only for sizes far beyond the available memory.
         try:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
         except RuntimeError:
@@ -206,8 +209,8 @@ class StagingBuffer:
         )
         for copy in step.copies:
             handle = self._placer.launch(copy, memory, step.transfer.scale_factors)
-            # Each launch is registered at once. If a later launch raises, `is_free`
-            # still waits for this one.
+            # Each launch is recorded immediately. If a later launch raises, `is_free`
+            # still waits for the earlier launches.
             self._launches[slot].append(handle)
 
 

@@ -1,12 +1,12 @@
-"""The placing kernel: the arithmetic of cuda_placer.py on a GPU.
+"""The placing kernel, which copies KV into the pool; cuda_placer.py explains it.
 
 This is the only file of kvcache/transfer/ that imports Triton.
 
 One variant of the kernel is compiled for each size of a unit, and for each pair of
 dtypes that needs a conversion. The geometry is passed as numbers in memory, so nothing
 is compiled for a new peer. Only a few programs (thread blocks) run, and each processes
-tiles of units in turn: reading over NVLink needs many bytes in flight, but few
-multiprocessors, and the decode batch needs the others.
+one tile of units after another. Reading over NVLink needs many bytes in flight, but few
+multiprocessors. The decode batch needs all other multiprocessors.
 """
 
 import triton
@@ -40,13 +40,14 @@ def launch(
     num_programs: int,
     *numbers: int,
 ) -> None:
-    """Queues the kernel on the current stream; compiles a variant at its first call.
+    """Queues the kernel on the current stream. Compiles each variant on first use.
 
     Args:
         source, target, unit_elements, scaled: the fields of cuda_placer.KernelKind.
         num_programs: number of thread blocks.
-        numbers: the kernel's arguments: the addresses of the two memories, of the
-            parameters, and of the piece offsets on either side; the number of units.
+        numbers: the kernel's arguments: the addresses of the source memory, of the
+            target memory, of the parameters, of the piece offsets at the source, and of
+            the piece offsets at the target; then the number of units.
     """
     if scaled or source != target:
         source_type = _DTYPES[source]
@@ -94,9 +95,10 @@ def _divide(number, divisor):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-untyped-def]
-    """Takes the index on one axis out of the unit numbers: one step of `_walk`.
+    """Separates the index on one axis from the unit numbers: one step of `_walk`.
 
-    Adds index x stride to the source, target and scale factor offsets.
+    Adds index x stride to the source, target and scale factor offsets. The returned
+    numbers contain the indices on all remaining axes.
     """
     number, index = _divide(number, divisor)
     source += index.to(tl.int64) * axis[0]
@@ -109,11 +111,11 @@ def _step(number, source, target, factor, divisor, axis):  # type: ignore[no-unt
 def _walk(  # type: ignore[no-untyped-def]
     number, unit, size_0, axis_0, size_1, axis_1, size_2, axis_2, size_3, axis_3
 ):
-    """Takes the indices on all four axes out of the unit numbers.
+    """Divides the unit numbers into piece numbers and indices on the four axes.
 
     Returns:
-        The piece numbers, which are left over; the offsets of the units in their pieces
-        at the source and at the target; and the indices of the units' scale factors.
+        The piece numbers; the offsets of the units in their pieces, at the source and
+        at the target; and the indices of the units' scale factors.
     """
     source = unit.to(tl.int64)
     target = source
@@ -156,7 +158,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Places units; see cuda_placer.py.
+    """Copies units into the pool and converts them if needed; see cuda_placer.py.
 
     p + k points to number k of cuda_placer.Units.parameters. The parameters are read
     before the loop, because reading them in the loop would take twice the registers.

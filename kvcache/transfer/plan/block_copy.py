@@ -1,18 +1,18 @@
-"""Block copies: equal pieces of blocks, from one paged memory to another.
+"""Block copies: copies of equally sized pieces of blocks between two paged memories.
 
 A paged memory is an array in some order of axes (kvcache/layout.py) with a block table:
 the pool of a rank, or a slot of staging memory. The tokens of a sequence are cut
 wherever a block of either side ends. So a piece lies in one block on both sides, and
-contains some tokens of some heads, in all layers and components. Pieces of equal size
-make one BlockCopy. READs, copies and cost estimates are all made from BlockCopies:
+contains some tokens of some heads, in all layers and components. The pieces of equal
+size form one BlockCopy. READs, copies and cost estimates are made from BlockCopies:
 
     descriptors(copies)   READs of the longest runs that are contiguous on both sides
     place                 strided copies, by torch (move/place.py) or by a kernel
 
 A run starts as the elements of one head of one token. If the stride of an axis equals
-the length of the run on BOTH sides, the run grows by the factor of the axis' size. This
-is repeated until there is no such axis. The remaining axes give the offsets of the
-runs, as an outer product. Offsets on both sides are mixed-radix numbers, so a piece
+the length of the run on BOTH sides, the run grows by the factor of the axis's size.
+This is repeated until no axis has such a stride. The remaining axes give the offsets of
+the runs, as an outer product. Offsets on both sides are mixed-radix numbers, so a piece
 cannot be divided into fewer runs. Runs of different pieces that follow each other on
 both sides are merged.
 """
@@ -44,8 +44,8 @@ class Side(NamedTuple):
     def byte_offsets(self, tokens: IntArray) -> IntArray:
         """Byte offsets of tokens in the memory.
 
-        The offset of a token is that of its first element in the first copied head, in
-        layer 0 and component 0.
+        The offset of a token is the offset of the token's first element in the first
+        copied head, in layer 0 and component 0.
         """
         strides = self.layout.byte_strides
         ordinals, within = np.divmod(tokens, self.layout.block_size)
@@ -54,7 +54,7 @@ class Side(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copies of equal pieces: each has `num_tokens` tokens of `num_heads` heads.
+    """Copies of equally sized pieces of `num_tokens` tokens and `num_heads` heads.
 
     A piece has all layers and components of its tokens and heads.
     """
@@ -189,11 +189,11 @@ def cut(
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """The KV of one sequence that one rank of D has to get, in one layer group.
+    """The KV of a sequence that a rank of D has to read from P, in one layer group.
 
-    A transfer moves the heads of the rank, in all layers of the group and all
-    components. If D has a dcp above 1, tokens and blocks are counted on this rank
-    alone.
+    D is the decode server, and P the prefill server. A transfer moves the heads of the
+    rank, in all layers of the group and all components. If D has a dcp above 1, tokens
+    and blocks are counted on this rank alone.
 
     Attributes:
         local: the rank of D.
@@ -280,7 +280,7 @@ class Transfer:
     ) -> Iterator[BlockCopy]:
         """Yields the copies of `heads` into `target`, from the owners of a head group.
 
-        If several owners hold the same heads, the owners take turns, block by block.
+        If there are several owners, the blocks are read from these owners in rotation.
 
         Args:
             heads: head numbers in the model: the heads of `group`, or a larger range
@@ -355,7 +355,7 @@ def descriptors(copies: Iterable[BlockCopy]) -> tuple[ReadDescriptors, ...]:
 
 
 def count_descriptors(copies: Iterable[BlockCopy]) -> int:
-    """A close upper bound of the number of runs in `descriptors(copies)`."""
+    """A close upper bound for the number of runs in `descriptors(copies)`."""
     return sum(
         len(_joined_first_runs(copy).sources) * copy.shape.num_runs for copy in copies
     )
@@ -403,7 +403,8 @@ def _joined_first_runs(copy: BlockCopy) -> _Runs:
 def _expand(copy: BlockCopy) -> _Runs:
     """All runs of a copy, as an outer product of the first runs and the axes.
 
-    The runs are in the order of the target, if the pieces do not interleave there.
+    The runs are in the order of the target, if the pieces do not interleave in the
+    target.
     """
     first_runs = _joined_first_runs(copy)
     axes = copy.shape.axes

@@ -19,7 +19,7 @@ from kvcache.transfer.plan.endpoint import Endpoint
 _FIRST_PROBE_BYTES = 256 << 10
 _PROBE_GROWTH = 4  # each long probe has this many times the bytes of the previous one
 # The long probe is repeated with more bytes until it takes at least this time, because
-# the time of a faster probe is too inexact.
+# a shorter time cannot be measured precisely enough.
 _MIN_PROBE_S = 0.002
 _NUM_SHORT_RUNS = 512
 _SHORT_RUN_BYTES = 256
@@ -125,7 +125,7 @@ def measure_link(
         remote: the rank of P to read from.
         target_bytes: size of the memory that is read into; runs may overwrite each
             other.
-        max_bytes: bound of the bytes of the long probe.
+        max_bytes: largest number of bytes of the long probe.
         read: carries out a probe and measures its time. The probe's local offsets count
             from the start of the memory that is read into.
 
@@ -151,7 +151,7 @@ def measure_link(
 def probe(
     remote: Endpoint, target_bytes: int, nbytes: int, run_bytes: int | None = None
 ) -> ReadDescriptors:
-    """Makes a READ of about `nbytes` out of the null block, in runs of equal size.
+    """Returns a READ of about `nbytes` of the null block, in runs of equal size.
 
     If the null block is smaller than `nbytes`, it is read several times. Runs are as
     long as the layout and `run_bytes` allow.
@@ -159,7 +159,7 @@ def probe(
     Args:
         target_bytes: size of the memory that is read into. If it is smaller than
             `nbytes`, runs overwrite each other.
-        run_bytes: bound of a run; None: no bound.
+        run_bytes: largest size of a run; None: no limit.
     """
     layout = remote.layout
     start = np.zeros(1, np.int64)
@@ -192,9 +192,10 @@ def fit_costs(long: Sample, short: Sample, *, on_gpu: bool = False) -> CostModel
 
     A run takes p + bytes / w seconds, where p is the cost of a descriptor and w the
     speed. The samples give two equations in p and 1 / w. If noise makes a solution
-    negative, a negligible value replaces it. The speed of placing is not measured; a
-    default is used. If both READs ended within their posts, READs are copies by the
-    CPU: placing is then no faster than such a copy, and does not overlap reading.
+    negative, a negligible value replaces it. The speed of placing (copying from staging
+    memory into the pool) is not measured; a default is used. If both READs ended within
+    their posts, READs are copies by the CPU. Then placing is assumed to be no faster
+    than such a READ, and cannot overlap reading.
 
     Raises:
         ValueError: both samples have the same bytes per run.

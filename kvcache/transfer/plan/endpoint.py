@@ -1,9 +1,10 @@
 """The KV heads of each rank, and the ranks of P from which a rank of D reads its heads.
 
-Ranks hold contiguous ranges of the model's KV heads. If there are more ranks than heads
-(GQA with few heads, or the one latent "head" of MLA), neighbouring ranks hold copies of
-the same head. A rank of D reads each of its heads from the ranks of P that hold the
-head. If several ranks of P hold a head, these ranks take turns, block by block, so that
+P is the prefill server, and D is the decode server. Ranks hold contiguous ranges of the
+model's KV heads. If there are more ranks than heads (GQA with few heads, or the one
+latent "head" of MLA), neighboring ranks hold copies of the same head. A rank of D reads
+each of its heads from the ranks of P that hold the head. If several ranks of P hold
+copies of a head, the blocks of the head are read from these ranks in rotation, so that
 no rank becomes a hot spot.
 
 Ranks that share the tokens of every sequence (decode context parallelism, dcp) hold the
@@ -47,7 +48,7 @@ class Endpoint:
         layout: the layout of the rank's pool; its layers are those of one layer group.
         tp: number of ranks of the engine.
         scales: as in KVPool: empty, or one for each layer and component.
-        dcp: number of neighbouring ranks that share a sequence's tokens; divides tp.
+        dcp: number of neighboring ranks that share a sequence's tokens; divides tp.
         groups: the layer groups of the model.
         base: bytes from the start of the rank's memory to block 0.
     """
@@ -66,7 +67,7 @@ class Endpoint:
 
     @property
     def stripe(self) -> Stripe:
-        """Which tokens of every sequence this rank stores."""
+        """The tokens of every sequence that this rank stores."""
         return Stripe(self.rank % self.dcp, self.dcp, self.layout.block_size)
 
 
@@ -74,7 +75,7 @@ def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
     """The geometry of each rank of a peer, in the order of the ranks."""
     compat = metadata.compat
     groups = KVGroups.from_wire(compat.kv_windows)
-    # With several groups all scales are 1.
+    # With several layer groups, all scales are 1.
     scales = compat.kv_scales if groups.count == 1 else ()
     return [
         Endpoint(
@@ -92,7 +93,8 @@ def endpoints_of(metadata: EngineMetadata) -> list[Endpoint]:
 class HeadGroup(NamedTuple):
     """Heads that a rank of D reads from the same ranks of P, the owners.
 
-    Each owner holds all of these heads. Several owners take turns, block by block.
+    Each owner holds all of these heads. If there are several owners, the blocks are
+    read from these owners in rotation.
     """
 
     heads: range  # numbers of the model's KV heads
@@ -114,7 +116,7 @@ def heads_of(rank: int, tp: int, total_heads: int) -> range:
 def head_groups(
     local_heads: range, remote_tp: int, total_heads: int, remote_dcp: int = 1
 ) -> tuple[HeadGroup, ...]:
-    """Groups heads of a rank of D, so that the heads of a group have the same owners.
+    """Groups heads of a rank of D. The same ranks of P hold all heads of a group.
 
     Args:
         local_heads: the heads of the rank of D.
@@ -183,7 +185,10 @@ def check_endpoints(
 
 
 def _check_elements(name: str, local_value: object, peer_value: object) -> None:
-    """Raises PlanError if dtypes or scales differ; unused if KV may be converted."""
+    """Raises PlanError if two dtypes, or two sets of scales, differ.
+
+    Not called if KV may be converted.
+    """
     if local_value != peer_value:
         raise PlanError(
             f"KV {name} is {local_value} here and {peer_value} on the peer; start both "

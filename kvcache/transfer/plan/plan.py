@@ -11,7 +11,8 @@
     staged   READ the long runs of the peer's layout into staging memory, then copy
              ("place") the KV into the pool
 
-A mapped pull needs no plan: it posts no READs, but copies out of P's mapped memory.
+A mapped pull needs no plan, because it copies out of P's mapped memory instead of
+posting READs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,14 +44,14 @@ from kvcache.transfer.plan.strategy import (
     steps,
 )
 
-# Bound of remembered decisions, one for each kind of pull; see `Planner._decide`. The
-# pulls from one peer are of a few dozen kinds.
+# Limit on the number of remembered decisions, one for each kind of pull; see
+# `Planner._decide`. The pulls from one peer have only a few dozen kinds.
 _MAX_DECISIONS = 1024
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The steps by which one rank of D gets its KV."""
+    """The steps by which one rank of the decode server reads its share of the KV."""
 
     path: str  # "direct", "staged", or "mixed" for steps of both paths
     transfer: Transfer  # the transfer of the first layer group that has steps
@@ -120,7 +121,7 @@ class _Decision(NamedTuple):
 
 
 class Planner:
-    """Plans the pulls of one rank of D from one engine.
+    """Plans the pulls of one rank of the decode server (D) from one prefill engine (P).
 
     The strategy for each kind of pull is chosen once and remembered.
 
@@ -179,7 +180,7 @@ class Planner:
             remote_block_ids: P's leased blocks from token 0 on, each of P's block size.
                 If P's dcp is above 1, each id occurs dcp times in a row, once per rank.
             lease_hash: selects the rank of P for heads that several ranks hold, so that
-                the pulls of different leases share the load.
+                the pulls of different leases spread the load over these ranks.
 
         Raises:
             PlanError: the token range is impossible, or a block table does not fit it.
@@ -192,7 +193,7 @@ class Planner:
             start, stop = local.stripe.num_local(np.array([start, stop])).tolist()
         remote_block_ids, lanes = self._split_remote_table(remote_block_ids)
         token_range = range(start, stop)
-        # With windows, tables have null blocks (0), but not for tokens to pull.
+        # With windows, tables have null blocks (id 0), but never for tokens to pull.
         min_block = int(local.groups.drops_blocks)
         local_blocks = check_blocks(
             "local_block_ids",
@@ -228,7 +229,8 @@ class Planner:
     ) -> tuple[Sequence[int] | IntArray, IntArray]:
         """The part of P's block table that this rank reads, and the lane of each block.
 
-        The lane is as in Transfer: the number of the rank of P that stores the block.
+        The lane is as in Transfer: the number of the rank that stores the block, within
+        P's context-parallel group.
         """
         peer = self._remote[0]
         lanes = np.arange(len(block_ids)) % peer.dcp
@@ -260,8 +262,8 @@ class Planner:
     def _decide(self, transfer: Transfer, costs: CostModel) -> _Decision:
         """The cheapest strategy, chosen once for each kind of pull.
 
-        All pulls of a kind begin and end at the same offsets in a block, have about the
-        same length, and have about the same share of blocks that are neighbours in
+        All pulls of one kind begin and end at the same offsets in a block. They have
+        about the same length, and about the same share of blocks that are neighbors in
         memory.
         """
         if costs is not self._decision_costs or len(self._decisions) >= _MAX_DECISIONS:

@@ -6,9 +6,9 @@ memory. Then copies place the KV from the slot into the pool.
 A slot contains one paged memory for each head group. The memory has P's layout, but
 fewer blocks than P's pool. Reading into a slot is a copy between two layouts of the
 same order, so the runs stay long. Placing is a second copy, out of the slot. If several
-ranks of P own a head group, they fill the slot in turn, block by block, so placing does
-not depend on the owner. A slot may hold all heads of the owners, if reading all heads
-takes fewer runs than reading the wanted heads.
+ranks of P own a head group, each of these ranks fills a share of the slot's blocks. So
+placing does not depend on the owner. A slot may hold all heads of the owners, if
+reading all heads takes fewer runs than reading the wanted heads.
 
     P (NHD, 4 heads)           slot (P's order)             D (HND, wants heads 2 and 3)
     b7: n0 h0h1h2h3 n1 ..  ->  s0: n0 h0h1h2h3 n1 ..   ->   b2: h2 n0 n1 .. h3 n0 n1 ..

@@ -23,31 +23,33 @@ from kvcache.transfer.plan.endpoint import PlanError
 from kvcache.transfer.plan.steps import Step, slot_of
 
 # If READs are CPU copies, a chunk should still be in the CPU cache when it is placed.
-# So a chunk is at most as large as what is read in this time.
+# So a chunk has at most as many bytes as can be read in this time.
 _CACHED_CHUNK_S = 0.75e-3
-# Bound of the number of such small chunks, because each has to be posted and polled.
+# Limit on the number of chunks that are small enough for the CPU cache, because each
+# chunk has to be posted and polled. A longer transfer has larger chunks.
 _MAX_CACHED_CHUNKS = 32
 # If placing overlaps READs, a transfer is read either in about this many equal chunks
 # (a pipeline) or in chunks as large as possible, whichever costs less. Only the last
 # chunk is placed without overlapping a READ: with eight chunks, an eighth of the KV.
 _PIPELINE_CHUNKS = 8
-# A pipeline's chunks are small enough for this many slots, so that the link stays busy
-# while copies out of a slot are launched.
+# A pipeline's chunks are so small that the staging memory can be divided into this many
+# slots. So the link stays busy while copies out of one slot are launched.
 _PIPELINE_SLOTS = 4
 # A pipeline's chunks are so large that reading a chunk takes at least this long, if
-# half the staging memory suffices. Posting and placing a chunk takes about as long.
+# such a chunk fits into half the staging memory. Posting and placing a chunk takes
+# about as long.
 _MIN_PIPELINE_CHUNK_S = 0.1e-3
 # A run between GPUs takes at least this long, although a probe may measure less. This
-# bound is used for all links with READs that are not CPU copies.
+# minimum is used for all links with READs that are not CPU copies.
 _MIN_RUN_S = 3e-6
 
 
 class TransferStrategy(NamedTuple):
-    """How a transfer is moved.
+    """The way in which the KV of a transfer is moved.
 
     Attributes:
-        staged: READ into staging memory and place from there; otherwise READ directly
-            into the pool.
+        staged: READ into staging memory, then copy ("place") into the pool; otherwise
+            READ directly into the pool.
         whole_blocks: read whole blocks, even if only a part of a block is wanted. A
             direct transfer does so only at its end; see `_tokens_to_read`.
         all_heads: read all heads that the source ranks of P hold, not only the wanted
@@ -205,9 +207,9 @@ def _estimate(
 def _tokens_to_read(transfer: Transfer, strategy: TransferStrategy) -> range:
     """The tokens to read: the wanted tokens, or more if `strategy.whole_blocks`.
 
-    With that flag, a staged transfer extends both ends of the range to borders of P's
-    blocks. A direct transfer extends only the end of the range, to the next border of
-    P's blocks or of D's blocks, whichever comes first.
+    With `whole_blocks`, a staged transfer extends both ends of the range to borders of
+    P's blocks. A direct transfer extends only the end of the range, to the next border
+    of P's blocks or of D's blocks, whichever comes first.
     """
     tokens = transfer.tokens
     if not strategy.whole_blocks:
@@ -255,8 +257,9 @@ def _max_chunk_blocks(
     """The largest number of P's blocks in one chunk, at least one.
 
     Args:
-        period: number of P's blocks after which a block of each side ends. A pipelined
-            chunk has at least this number of blocks, if it fits into a slot.
+        period: number of P's blocks between two positions at which both a block of P
+            and a block of D end. A pipelined chunk has at least this number of blocks,
+            if it then fits into a slot.
     """
     heads = _heads(transfer, strategy.all_heads)
     block_bytes = slot_of(transfer.remote[0].layout, heads, 1).nbytes

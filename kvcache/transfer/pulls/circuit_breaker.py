@@ -17,7 +17,7 @@ def backoff_s(min_s: float, max_s: float, num_failures: int) -> float:
 
     Args:
         min_s: the wait if `num_failures` is 0.
-        max_s: bound of the wait.
+        max_s: the longest wait.
         num_failures: number of earlier failures in a row; each doubles the wait.
     """
     return min(min_s * 2.0 ** min(num_failures, 30), max_s)
@@ -27,8 +27,9 @@ class CircuitBreaker:
     """The circuit breaker of one peer. Pure: no I/O, no clock.
 
     Args:
-        min_backoff_s: how long the circuit breaker is open when it has just opened.
-        max_backoff_s: bound of the time from a failure until the next retry.
+        min_backoff_s: time from the opening of the circuit breaker until the first
+            retry. Each further failure doubles the time.
+        max_backoff_s: longest time from a failure until the next retry.
 
     Attributes:
         num_failures: number of failed pulls in a row.

@@ -77,8 +77,8 @@ class PullCoordinator:
     """Runs handshakes, renewals, the orders to all ranks, and the fence of every pull.
 
     Only the thread of rank 0's worker calls `receive`, `report` and `close`. Any thread
-    may call all other methods. A method that begins or gives up something queues a call
-    that rank 0's worker makes.
+    may call all other methods. Methods such as `connect`, `pull` and `cancel` only
+    queue a call, which the thread of rank 0's worker then makes.
 
     Args:
         sockets: sockets to the workers of ranks 1 and up.
@@ -185,7 +185,7 @@ class PullCoordinator:
     def hold(self, pull_id: str, remote: RemotePrefill) -> None:
         """Begins to renew the lease, before this engine has blocks to read into.
 
-        If P still computes the prompt, subscribes to the offer instead.
+        While the prefill server still computes the prompt, subscribes to the offer.
         """
         self._call(lambda: self._begin(pull_id, remote))
 
@@ -276,8 +276,8 @@ class PullCoordinator:
     def close(self) -> None:
         """Aborts the leases of open pulls, and closes all sockets.
 
-        Does not abort the leases of pulls that are `PullState.is_untouched`. Does not
-        wait for P's answers.
+        Does not abort the lease of a pull with a true `PullState.is_untouched`. Does
+        not wait for answers of prefill servers.
         """
         self._ranks.close()
         for state in self._pulls:
@@ -304,10 +304,10 @@ class PullCoordinator:
             self._try(self._calls.popleft())
 
     def _try(self, call: Callable[..., Any], *args: Any) -> None:
-        """Makes a call. If it raises, all pulls fail, but this method does not raise.
+        """Makes a call. If the call raises, all pulls fail, but `_try` does not raise.
 
-        The caller must continue with its other calls, because the messages that those
-        calls handle come only once.
+        So the caller can continue with its other calls. It must make them, because the
+        messages that those calls handle arrive only once.
         """
         try:
             call(*args)
@@ -338,7 +338,7 @@ class PullCoordinator:
     def _emit(self, event: Event) -> None:
         self._counters["pulls_failed"] += isinstance(event, PullFailed)
         self._events.append(event)
-        # With events before this one, the engine has not called `drain` yet.
+        # If there are earlier events, the engine was notified and will call `drain`.
         if len(self._events) == 1:
             self.on_event()
 
@@ -394,7 +394,7 @@ class PullCoordinator:
     # -- peers
 
     def _on_peer_decided(self, peer: PeerRecord) -> None:
-        """Continues pulls and lookups that wait for a handshake, if it has ended."""
+        """Continues pulls and lookups that wait for a handshake which has ended."""
         if peer.is_handshaking:
             return
         self._lookups.on_peer_decided(peer, self._clock())
@@ -425,7 +425,7 @@ class PullCoordinator:
         self._perform(state, actions)
 
     def _announce(self, peer: PeerRecord) -> None:
-        """Lets the ranks map the memory of a peer, or connect to it, once."""
+        """Makes the ranks map the memory of a peer, or connect to the peer, once."""
         if peer.metadata is not None:
             verified = verification_of(self._compat, peer.metadata, self._verify)
             self._handshakes.announce(peer, peer.metadata, verified)

@@ -24,7 +24,7 @@ class DigestOrders:
         self._num_ranks = num_ranks
         self._total_kv_heads = total_kv_heads
         self._broadcast = broadcast
-        # By id of the order: scope, `reply`, and the parts that have come so far.
+        # By id of the order: scope, `reply`, and the parts that have arrived so far.
         self._open: dict[str, tuple[Scope, OnSums, list[DigestPart | None]]] = {}
 
     def begin(self, order: DigestOrder, reply: OnSums) -> None:

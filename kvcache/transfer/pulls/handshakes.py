@@ -1,7 +1,7 @@
-"""Handshakes with prefill engines, and what happens if a side channel is lost.
+"""Handshakes with prefill engines, and the handling of lost side channels.
 
-A handshake requests the metadata of an engine over the engine's side channel. It ends
-when the metadata comes, the server refuses, or a timeout passes.
+A handshake requests the metadata of an engine over the engine's side channel. The
+handshake ends when the metadata arrives, the server refuses, or a timeout passes.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 class Handshakes:
-    """Drives the handshakes of a PeerTable. Only the coordinator's thread uses this.
+    """Drives the handshakes of a PeerTable. Used only by the coordinator's thread.
 
     Args:
         side_channel_timeout_s: after this time without a connection, pulls from an
@@ -111,7 +111,7 @@ class Handshakes:
         self._fail_handshakes(address, error)
 
     def _drop_earlier_engines(self, key: PeerKey, address: Address) -> None:
-        """Forgets all engines at an address but `key`, and fails the pulls from them.
+        """Forgets all engines at an address except `key`; fails the pulls from them.
 
         A restarted server has a new engine id and a new incarnation, and its old leases
         ended with its old process.

@@ -1,8 +1,8 @@
-"""D's end of the side channel: one connection for each prefill engine.
+"""The decode server's end of the side channel: one connection per prefill engine.
 
-Replies come in any order. A lost connection is opened again, until `forget` is called.
-Unsent requests wait for the new connection. A request that was sent may be lost with
-its connection, so callers repeat a request that is not answered.
+Replies may arrive in any order. A lost connection is reopened, until `forget` is
+called. Unsent requests wait for the new connection. A request that was sent may be lost
+with its connection, so callers repeat a request that is not answered.
 """
 
 import os
@@ -32,10 +32,10 @@ logger = get_logger(__name__)
 Address = tuple[str, int]
 
 _MAX_REPLY_BYTES = 64 << 20
-# Bound of the bytes that are read from one peer at a time, so that one peer does not
-# delay the replies of all others.
+# Largest number of bytes in one read from a peer's connection, so that one peer does
+# not delay the replies of all other peers.
 _READ_BYTES = 1 << 20
-_MAX_UNSENT = 1000  # bound of the unsent requests to one peer
+_MAX_UNSENT = 1000  # limit on the unsent requests to one peer
 _CONNECT_TIMEOUT_S = 2.0
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
@@ -100,8 +100,8 @@ class LeaseClient:
     def unconnected(self) -> dict[Address, float]:
         """The addresses that have lost their connection or cannot be connected to.
 
-        The address of a killed process is among them at once, before requests to it
-        time out.
+        The address of a killed process is included at once, before requests to that
+        process time out.
 
         Returns:
             For each address, when its connection was lost, or when its oldest unsent

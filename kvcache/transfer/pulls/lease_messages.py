@@ -1,4 +1,4 @@
-"""The messages that a pull sends to P about its lease.
+"""The messages about a lease that a pull sends to the prefill server (P).
 
 A nonce is `<verb>-<attempt id>`. P's reply repeats the nonce: the attempt id identifies
 the pull, and the verb identifies the message that P has answered.
@@ -55,7 +55,8 @@ def subscribe(remote: RemotePrefill, attempt_id: str, num_blocks: int) -> Subscr
 def complete_lease(remote: RemotePrefill, attempt_id: str) -> Complete:
     """Returns the message that ends the lease, to be sent after the last READ.
 
-    P's answer is the fence of the pull: it confirms that the lease was held until then.
+    P's answer is the fence of the pull: it confirms that the lease was still held when
+    P received this message.
     """
     return Complete(
         nonce=f"complete-{attempt_id}",

@@ -12,14 +12,14 @@ Rules for the engine:
 - `hold` begins renewing the lease, `pull` begins reading, `cancel` gives the pull up.
 - A reference with a `transfer_id` has no lease yet: P still computes the prompt. `hold`
   subscribes to the offer of the prompt, and PullBegun and PullSealed report P's
-  progress. `pull` may be called at any time. The KV is read in several cuts, each of
-  the tokens that are new. The fence follows after the last cut: P confirms that the
-  lease was held until all READs had ended.
+  progress. `pull` may be called at any time. The KV is read in several cuts: each cut
+  has the tokens that P has announced since the previous cut. The fence follows after
+  the last cut: P confirms that the lease was held until all READs had ended.
 - A pull ends in exactly one of PullDone, PullFailed or (after `cancel`) PullDrained.
 - PullFailed may come before `pull` was called, for example if the lease has ended. A
   later call of `pull` is then ignored.
-- After PullFailed(drained=False), bytes may still arrive in the pull's blocks, until
-  PullDrained comes.
+- After PullFailed(drained=False), bytes may still arrive in the pull's blocks until the
+  PullDrained event.
 - A cancelled pull gets exactly one PullDrained, even if the pull had ended before or
   was never held. Events that were already queued may come before PullDrained.
 - If READs of a cancelled pull do not end within `drain_grace_s`, PullStuck comes before
@@ -38,7 +38,7 @@ from protocol.messages import ErrorInfo, KVHint, RemotePrefill
 
 PeerKey = tuple[str, str]  # engine id, incarnation
 
-# For each value of PullDone.verified that means "not verified", the reason.
+# The reasons why the KV of a pull was not verified, by the value of PullDone.verified.
 UNVERIFIED = {
     "converted": (
         "the two servers have different KV dtypes or KV scales, so the bytes differ"
@@ -48,8 +48,8 @@ UNVERIFIED = {
         "use the same version of Baton on both servers"
     ),
 }
-# How the KV of a pull was moved; see plan/plan.py. "mixed": several paths were used;
-# "none": nothing was read.
+# The paths by which the KV of a pull can be moved; see plan/plan.py. "mixed": several
+# paths were used; "none": nothing was read.
 PATHS = ("direct", "staged", "mapped", "mixed", "none")
 
 
@@ -77,21 +77,22 @@ class PullSettings:
 
     Attributes:
         handshake_timeout_s: longest wait for a peer's metadata.
-        pull_timeout_s: longest time from the command to read a cut (the next part of
-            the prompt, see above) until its last READ has ended and its KV is verified.
+        pull_timeout_s: longest time from the command to read a cut (a part of the
+            prompt) until the last READ of the cut has ended and its KV is verified.
             While P computes the prompt, also the longest wait for more blocks.
         fence_timeout_s: longest wait for P's answer to COMPLETE. While P computes the
             prompt, also the longest wait for any answer from P.
-        lookup_timeout_s: longest time of a lookup, first contact included. After this
+        lookup_timeout_s: longest time of a lookup, including a handshake. After this
             time the prompt is computed locally.
-        side_channel_timeout_s: pulls fail after this time without a connection to the
-            side channel.
+        side_channel_timeout_s: a pull fails if P's side channel has had no connection
+            for this time.
         fence_retry_s: a COMPLETE or a request for a digest that is not answered is
             repeated after this time, with the same nonce.
         renew_interval_s: time between two renewals; None: a third of the time for which
             a renewal extends the lease.
-        drain_grace_s: how long a failed or cancelled pull waits for its READs to end.
-            After this time PullFailed or PullStuck comes, although READs are active.
+        drain_grace_s: longest time that a failed or cancelled pull waits for its READs
+            to end. After this time, PullFailed or PullStuck is emitted although READs
+            are still active.
         backoff_min_s: pause after a failed handshake, or after the failure of a pull
             that opens the circuit breaker. The pause doubles with every further
             failure, up to `backoff_max_s`.
@@ -110,23 +111,27 @@ class PullSettings:
 
 
 class PeerDecided(msgspec.Struct, frozen=True):
-    """The outcome of `connect`. Pulls from the peer may begin if there is no error."""
+    """The outcome of PullCoordinator.connect: the peer is ready for pulls, or an error.
+
+    Attributes:
+        error: why no pull from the peer may begin; None if pulls may begin.
+    """
 
     peer: PeerKey
     error: BatonError | None = None
 
 
 class PullBegun(msgspec.Struct, frozen=True):
-    """P has leased the first blocks of the offered prompt."""
+    """The prefill server has leased the first blocks of the offered prompt."""
 
     pull_id: str
     lease_id: str
 
 
 class PullSealed(msgspec.Struct, frozen=True):
-    """P has computed the whole prompt, and the lease has all blocks of the prompt.
+    """The prefill server (P) has computed the prompt and leased all blocks of it.
 
-    Once the last cut has been read, the fence follows.
+    After all blocks have been read, the fence follows: P confirms the lease.
     """
 
     pull_id: str
@@ -235,7 +240,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
         min_resume_tokens: the smallest number of tokens after which the engine may
             continue the sequence, as in KVGroups.token_ranges.
         scope: the scope of the digest that RankEnded has to contain; None: no digest.
-        has_draft_kv: also read the KV of the drafter, if the peer has the same one.
+        has_draft_kv: also read the KV of the drafter, if the peer has the same drafter.
     """
 
     pull_id: str

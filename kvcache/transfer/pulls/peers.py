@@ -35,8 +35,9 @@ from protocol.short_repr import short_repr
 
 _OUTCOMES = ("ok", PeerUnreachable.code, PeerIncompatible.code, LeaseGone.code)
 _LEASE_ID = re.compile("[0-9a-f]{32}")
-# Bound of the idle records, which may be evicted. It is not expected to be reached:
-# references and hints that name a peer are signed, so there are only a few peers.
+# Limit on the number of idle records; above it, the oldest idle records are evicted.
+# The limit is not expected to be reached: references and hints that name a peer are
+# signed, so there are only a few peers.
 _MAX_IDLE = 1024
 
 # Arguments of this log line: engine id, host, port, number of failures.
@@ -218,7 +219,7 @@ class PeerTable:
         now: float,
         reading_from: Callable[[PeerKey], Sequence[PullState]],
     ) -> PullCircuitOpen | None:
-        """As PeerRecord.circuit_error. None for an unknown peer."""
+        """Returns the peer's PeerRecord.circuit_error; None for an unknown peer."""
         peer = self._peers.get(key)
         return None if peer is None else peer.circuit_error(now, reading_from)
 
@@ -289,7 +290,7 @@ class PeerTable:
             self._stripe.check_remote(metadata.ranks[0].layout.block_size)
         except BatonError as error:
             self.fail(peer, error, now)
-        # A block of the peer has tokens of several ranks of this engine.
+        # PlanError: a block of the peer has tokens of several ranks of this engine.
         except PlanError as error:
             self.fail(peer, PeerIncompatible(str(error), param="block_size"), now)
         else:
@@ -323,11 +324,11 @@ def reference_error(
 ) -> PeerIncompatible | None:
     """The error if a reference contradicts the metadata of its engine, else None.
 
-    References in answers to lookups are not signed, so all fields are checked on which
-    a plan relies.
+    References in answers to lookups are not signed, so all fields that a plan relies on
+    are checked.
     """
     if remote.transfer_id is not None:
-        # P still computes the prompt, so the reference has no blocks yet.
+        # The prefill server still computes the prompt, so the reference has no blocks.
         return None
     layout = metadata.ranks[0].layout
     for name, value, engine_value in (

@@ -27,7 +27,7 @@ class RecordPeerFailure:
     """
 
 
-# The coordinator sends LeaseRequest and Subscribe to P, Pull and StopPull to every
-# rank, and an Event to the engine. RecordPeerFailure changes the coordinator's own
-# record.
+# The coordinator sends LeaseRequest and Subscribe to the prefill server, Pull and
+# StopPull to every rank, and an Event to the engine. RecordPeerFailure changes the
+# coordinator's record of the peer.
 Action = LeaseRequest | Subscribe | Pull | StopPull | RecordPeerFailure | Event

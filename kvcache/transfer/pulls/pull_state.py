@@ -7,8 +7,8 @@
                                    DRAINING (READs still active) --all ended--> ENDED
 
 The fence is P's answer to COMPLETE: it confirms that the lease was held until all READs
-had ended. While P still computes the prompt, READING proceeds in cuts, each of the
-tokens that are new, and waits for more blocks between two cuts.
+had ended. While P still computes the prompt, READING proceeds in cuts: each cut has the
+tokens that P has announced since the previous cut, and READING then waits for more.
 """
 
 from msgspec.structs import replace
@@ -105,7 +105,7 @@ class PullState:
         self._reports: list[RankEnded] = []
         self._verified = "off"  # as in PullDone
         self._is_converted = False  # as in PullDone
-        # What the current cut's digests cover; None if not needed or already equal.
+        # Scope of the current cut's digests; None: not needed, or found to be equal.
         self._scope: Scope | None = None
         self._parts: list[DigestPart] = []  # the ranks' parts of D's digest of the cut
         self._sums: bytes | None = None  # P's digest of the cut
@@ -279,7 +279,7 @@ class PullState:
         """Orders the next cut, or requests the fence after the last cut.
 
         Does nothing while a cut is being read or verified. While P computes the prompt,
-        a cut has all tokens that are new, rounded down to full blocks of this engine.
+        a cut has all newly announced tokens, in full blocks of this engine.
         """
         order = self._order
         if self.phase is not Phase.READING or order is None:
@@ -329,10 +329,10 @@ class PullState:
         return [replace(order, scope=self._scope), request]
 
     def _on_blocks_announced(self, progress: Progress, now: float) -> list[Action]:
-        """Takes the blocks that P has announced, and orders the next cut.
+        """Stores the blocks that P has announced, and orders the next cut.
 
-        Ignores the message if earlier blocks have not been announced here. P announces
-        them again after the next Subscribe message.
+        Ignores the message if an earlier announcement was missed. P then announces all
+        missing blocks after the next Subscribe message.
         """
         if not self._grows or progress.first > len(self._blocks):
             return []

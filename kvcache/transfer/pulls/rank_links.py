@@ -22,8 +22,8 @@ from protocol.ipc.wire import (
     update_selector,
 )
 
-# Bound of the size of a message in bytes. The bound is high, because no message comes
-# from outside of the engine.
+# Largest size of a message in bytes. The limit is high, because all messages come from
+# processes of this engine.
 _MAX_BYTES = 1 << 30
 
 
@@ -76,7 +76,7 @@ class WorkerLink:
 
 
 class RankLinks:
-    """The coordinator's ends of the links to all ranks but rank 0.
+    """The coordinator's ends of the links to all ranks except rank 0.
 
     Args:
         sockets: one socket for each rank.
@@ -97,7 +97,7 @@ class RankLinks:
             selector.register(wire, EVENT_READ, partial(self._receive, wire))
 
     def broadcast(self, command: Command) -> None:
-        """Sends a command to every rank but rank 0."""
+        """Sends a command to every rank except rank 0."""
         message = encode(command)
         for wire in self._wires:
             with suppress(WireClosed):  # `_receive` handles a closed wire

@@ -6,10 +6,10 @@ is then called once per layer: it writes this step's keys and values into the po
 slot, and attends over each sequence's block table.
 
 Rows of a batch are grouped by sequence, in order: the first `query_lens[0]` rows belong
-to sequence 0, and so on. Rows past `sum(query_lens)` are padding: their KV goes to the
-slots given for them (of the null block) and their output is unspecified. Values read
-from the null block, or from a slot at or past a sequence's context length, must not
-influence the output of another row.
+to sequence 0, and so on. Rows past `sum(query_lens)` are padding: their slots are in
+the null block, and their output is unspecified. Values read from the null block, or
+from a slot at or past a sequence's context length, must not influence the output of
+rows that are not padding.
 """
 
 from abc import ABC, abstractmethod
@@ -43,8 +43,8 @@ class Pages(NamedTuple):
 class AttentionBatch:
     """One step on one rank: T query tokens of S sequences.
 
-    A sequence with a query_len of 1 is a decode row, and a step of decode rows only is
-    a decode step.
+    A sequence with one query token is called a decode row. A step that contains only
+    decode rows is called a decode step.
     """
 
     query_lens: Int32s  # [S] tokens, each >= 1
@@ -67,7 +67,7 @@ class AttentionBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, including padding rows."""
+        """The number of rows T, including padding rows."""
         return len(self.slot_mapping)
 
     @property
@@ -92,10 +92,10 @@ class AttentionBatch:
     def limit_to_window(self, window: int | None, block_size: int) -> "AttentionBatch":
         """Returns this step without each sequence's leading blocks that no query sees.
 
-        In the returned step, positions count from the first block that a query sees. A
-        sliding window allows this shift, because it depends on distances only. Kernels
-        mask that block's tokens before the window, but still read their KV, which must
-        be finite.
+        In the returned step, positions count from the first block that a query sees.
+        This shift is allowed, because a sliding window depends only on the distance of
+        tokens. The first block may contain tokens before the window. Kernels mask these
+        tokens, but may still read their KV, which must be finite.
         """
         if window is None or not self.num_seqs:
             return self
@@ -143,7 +143,7 @@ class AttentionKind(NamedTuple):
     """The properties that layers must have in common to use one plan of a step.
 
     Attributes:
-        window: Number of tokens that a token sees, including itself. None: it sees
+        window: Number of tokens that a token sees, including itself. None: a token sees
             itself and all tokens before it.
         soft_cap: Scores become tanh(score / soft_cap) * soft_cap before the softmax; 0:
             no cap.
@@ -157,8 +157,9 @@ class LayerAttention(NamedTuple):
     """The attention of one layer.
 
     Attributes:
-        sinks: float32 [num_q_heads] for this rank's heads: a logit of each query head
-            that is part of its softmax, but has no value. None: no sinks.
+        sinks: float32 [num_q_heads], for this rank's heads: one extra logit per query
+            head. It takes part in the head's softmax, but has no value vector. None: no
+            sinks.
     """
 
     kind: AttentionKind = AttentionKind()
@@ -184,7 +185,7 @@ class RopeNormArgs(NamedTuple):
             Each angle rotates an element of a head's first half against the element at
             the same index of the second half.
         norms: Two tensors of [head_dim]: weights of the root-mean-square norms of query
-            heads and of key heads. The norms come before the rotation.
+            heads and of key heads. The norms are applied before the rotation.
         eps: Epsilon of these norms.
     """
 
@@ -206,9 +207,9 @@ class AttentionBackend(ABC):
         layers: The attention of each of the pool's layers. Empty: no layer has a
             window, a soft cap or sinks.
 
-    For FP8 KV, most kernels read the elements as stored. The keys' scale is multiplied
-    into `scale`, and the values' scale into the output. Some backends first copy blocks
-    to 16 bits.
+    Most kernels read FP8 KV without applying its scales. The keys' scale is multiplied
+    into `scale`, and the values' scale into the output. Some backends first copy FP8
+    blocks to 16 bits.
     """
 
     def __init__(
@@ -247,7 +248,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Plans a step; called once a step, before `forward` or `forward_latent`."""
+        """Plans a step.
+
+        Must be called once per step, before `forward` or `forward_latent`.
+        """
 
     def reserve_graph_buffers(self, max_seqs: int, max_blocks: int) -> None:
         """Allocates buffers for decode steps that run as CUDA graphs.
@@ -266,8 +270,8 @@ class AttentionBackend(ABC):
     def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         """Plans a decode step, padded to `num_rows` sequences, for a CUDA graph.
 
-        The step's calls of `forward` may be captured. After a later call of this method
-        with the same `num_rows`, a replay of the graph runs the later call's batch.
+        The following calls of `forward` may be captured in a CUDA graph. To replay that
+        graph for another batch, call this method again with the same `num_rows`.
 
         Raises:
             NotImplementedError: The backend's `forward` cannot be captured.
@@ -278,13 +282,14 @@ class AttentionBackend(ABC):
 
     @property
     def applies_rope(self) -> bool:
-        """Whether `forward` accepts q and k before rope, together with `rope_norm`."""
+        """True if `forward` accepts `rope_norm`, and then applies norms and rope."""
         return False
 
     def require_lse(self) -> None:
         """Declares that every call of `forward` or `forward_latent` will pass `lse`.
 
-        Plans of some backends depend on this, so it is called before the first `plan`.
+        Must be called before the first `plan`, because plans of some backends depend on
+        whether `lse` is needed.
         """
         return None
 
@@ -303,7 +308,8 @@ class AttentionBackend(ABC):
         Args:
             q: [T, num_q_heads, head_dim], rope applied unless `rope_norm` is given.
             k, v: [T, num_kv_heads, head_dim], rope applied to k unless `rope_norm` is
-                given. The backend may change k and v in place to the stored elements.
+                given. The backend may overwrite k and v with the values that later
+                steps will read from the pool.
             rope_norm: Norms and rope that the backend must apply to q and k, in place.
                 Only for a backend that `applies_rope`.
             lse: float32 [T, num_q_heads], filled with the natural log-sum-exp of the
@@ -331,8 +337,8 @@ class AttentionBackend(ABC):
             q_latent: [T, num_q_heads, R], the part of the queries without rope, times
                 the key up-projection.
             q_rope: [T, num_q_heads, P], the part of the queries with rope applied.
-            latent: [T, R + P], the normed KV latent, and the key part with rope applied
-                that all heads share.
+            latent: [T, R + P], the normed KV latent, followed by the rotated key part.
+                All heads share both.
             lse: As in `forward`.
 
         Returns:

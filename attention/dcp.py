@@ -10,12 +10,12 @@ A decode step has few queries, so ranks exchange the queries:
 3. It sends each rank the partial results of that rank's heads.
 4. Each rank merges the partial results that it received, by their log-sum-exps.
 
-"Helix Parallelism" (arXiv:2507.07120) has the same exchange.
+"Helix Parallelism" (arXiv:2507.07120) uses the same exchange.
 
 A prompt has about as many queries as keys, and fewer key heads than query heads, so
 ranks exchange the keys and values. Each rank collects the cached blocks of the prompt's
-context in a pool of its own, `scratch`. Over `scratch` it attends with its own heads,
-as without context parallelism.
+context in a separate pool, `scratch`. The rank then attends over `scratch` with its own
+query heads, as without context parallelism.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,9 +50,9 @@ class ContextGroup(Protocol):
 # Makes a backend from a pool and a number of query heads.
 MakeBackend = Callable[[KVPool, int], AttentionBackend]
 
-# Bytes of scratch that one exchange fills. An exchange takes about four times as much
-# temporary memory, which must be left free when the KV pool is sized. The bound keeps
-# this memory the same for contexts of any length.
+# Maximum number of bytes of scratch that one exchange fills. An exchange takes about
+# four times as much temporary memory, which must be left free when the KV pool is
+# sized. With this maximum, the temporary memory does not grow with the context.
 _EXCHANGED_BYTES: Final = 32 * 2**20
 
 
@@ -78,14 +78,15 @@ class _Prompts:
 class ContextParallelBackend(AttentionBackend):
     """Attention of a rank of a DCP group; see AttentionBackend.
 
-    In the batches that it plans, a block has `stripe.tokens_per_block` tokens, of all
-    ranks together.
+    A block of a batch that is passed to `plan` has `stripe.tokens_per_block` tokens,
+    counted over all ranks.
 
     Args:
-        stripe: Which tokens `pool` holds.
+        stripe: The tokens of a sequence that this rank stores in `pool`.
         group: The ranks that share every sequence's tokens.
         pool: This rank's KV, with all KV heads of the group.
-        make: Makes the backends that compute, one over `pool` and one over `scratch`.
+        make: Makes the two backends that compute attention: one over `pool` for decode
+            rows, and one over `scratch` for prompts.
         num_q_heads: Query heads of this rank.
         scratch_tokens: Capacity of scratch in context tokens; at least the longest
             sequence.
@@ -178,7 +179,10 @@ class ContextParallelBackend(AttentionBackend):
         self._prompts = []
 
     def _absent_sequences(self, context_lens: Int32s) -> Tensor:
-        """Returns bool [S] on the host: this rank has no tokens of the sequence."""
+        """Returns for each sequence whether this rank stores none of its tokens.
+
+        The result is bool [S], on the host.
+        """
         return _to_host_tensor(
             self._stripe.num_local(context_lens) == 0, self.pool.device
         )
@@ -241,7 +245,7 @@ class ContextParallelBackend(AttentionBackend):
         cached_blocks: Int32s,
         needed_blocks: Int32s,
     ) -> _Prompts:
-        """Makes a group of sequences [first, last), consecutive in scratch.
+        """Makes a group of sequences [first, last), which are consecutive in scratch.
 
         Args:
             cached_blocks: [S], blocks of cached context on each rank.
@@ -262,8 +266,8 @@ class ContextParallelBackend(AttentionBackend):
             first_block + np.arange(count) * size
             for first_block, count in zip(first_blocks, counts, strict=True)
         ]
-        # For each block of a table, the ranks' parts are consecutive in scratch, in the
-        # order of the ranks.
+        # A block of a table becomes `size` consecutive blocks of scratch: the parts of
+        # all ranks, in the order of the ranks.
         targets_by_rank = np.concatenate(targets) + np.arange(size)[:, None]
         source_blocks = np.concatenate(sources).astype(np.int64)
         start = int(batch.query_lens[:first].sum())
@@ -363,12 +367,13 @@ class ContextParallelBackend(AttentionBackend):
         """Merges partial results of the group into the results of this rank's heads.
 
         Args:
-            out: [n, size * heads, D], the group's heads attending over this rank's
+            out: [n, size * heads, D], the outputs of the group's heads over this rank's
                 tokens.
             lse: float32 [n, size * heads], the log-sum-exps of `out`.
 
         Returns:
-            [n, heads, D], this rank's heads attending over the tokens of all ranks.
+            [n, heads, D], the outputs of this rank's heads over the tokens of all
+            ranks.
         """
         num_rows = len(out)
         size = self._group.size
@@ -431,7 +436,7 @@ class ContextParallelBackend(AttentionBackend):
         return kv[:, first : first + self.num_kv_heads]
 
     def _store(self, layer: int, components: tuple[Tensor, ...]) -> None:
-        """Stores the prompts' KV of the tokens that this rank holds.
+        """Stores the KV of those prompt tokens that belong to this rank.
 
         Args:
             components: Keys and values, or latents, of the step: each [T, H, D].

@@ -10,15 +10,17 @@ views. A step is divided among three kinds of kernels:
   tensors faster than the pool.
 - All other sequences use the prefill kernel over the pool: FlashAttention-3 on Hopper.
 
-A pool in FP8 is an exception, because FlashAttention-3 reads FP8 KV with FP8 queries
-only. For fresh prompts it reads the step's keys and values, rounded as they are stored.
-For all other prompts, their blocks are first copied to 16 bits, exactly, and
-FlashAttention-3 reads the copies. FlashAttention-2, which reads FP8 in place, has half
-the speed of FlashAttention-3.
+FlashAttention-3 reads FP8 KV only with FP8 queries, so a pool in FP8 is treated
+differently. Fresh prompts read the step's own keys and values, rounded to FP8. For all
+other prompts, the blocks are copied to 16 bits without loss, and FlashAttention-3 reads
+the copies. FlashAttention-2 reads FP8 in place, but has half the speed. It is used if
+the blocks exceed the buffer for copies, or if the GPU does not support
+FlashAttention-3.
 
-A window and a soft cap are arguments of a plan, so each kind of layers has kernels and
-plans of its own. Attention sinks are not: the finished output is scaled down by the
-share of the softmax that the sinks take, which follows from the log-sum-exps.
+A window and a soft cap are arguments of a plan, so each kind of layers has its own
+kernels and plans. Attention sinks are applied to the finished output, which is
+multiplied by the share of the softmax that the sinks leave. This share is computed from
+the log-sum-exps.
 """
 
 from dataclasses import dataclass, field, replace
@@ -64,13 +66,13 @@ from kvcache.pool import KVPool
 _VIEW_ORDER: Final = "HND"
 # A fresh prompt has no cached context and gets a launch of its own; see `_plan_fresh`.
 # The last prompts of a step are fresh if each has at least _MIN_FRESH_TOKENS_EACH
-# tokens. If the last prompt is shorter, it alone is fresh, from _MIN_FRESH_TOKENS on.
-# All other prompts share one launch over the pool, which fills the GPU better if they
-# are short.
+# tokens. If the last prompt is shorter, only this prompt is fresh, provided that it has
+# at least _MIN_FRESH_TOKENS tokens. All other prompts share one launch over the pool,
+# because short prompts fill the GPU better in a shared launch.
 _MIN_FRESH_TOKENS: Final = 512
 _MIN_FRESH_TOKENS_EACH: Final = 2048
-_MAX_FRESH: Final = 8  # fresh prompts of a step
-_MAX_COPIED_TOKENS: Final = 1 << 17  # tokens of FP8 blocks that are copied to 16 bits
+_MAX_FRESH: Final = 8  # maximum number of fresh prompts of a step
+_MAX_COPIED_TOKENS: Final = 1 << 17  # capacity of the buffer for 16-bit copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +146,7 @@ class FlashInferBackend(FlashInferBase):
             shape = (2, -(-num_copied // self.block_size), *cache.shape[1:])
             self._wide = torch.zeros(shape, dtype=self.dtype, device=self.device)
             check_widening(cache, self._wide[0], packed=True)
-        # FlashAttention-3 reads FP8 with FP8 queries only.
+        # FlashAttention-3 reads FP8 KV only with FP8 queries.
         over_pool = "fa2" if is_fp8 else prefill
         self._kernels = {
             kind: self._make_kernels(kind, over_pool) for kind in self.kinds

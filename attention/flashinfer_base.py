@@ -32,7 +32,7 @@ from attention.flashinfer_workspace import Gpu, Workspace, explain_overflow
 from attention.support import DEFAULT_LIMITS, AttentionSpec, StepLimits, check_supported
 from kvcache.pool import KVPool
 
-# Converts the kernels' base-2 log-sum-exps to natural ones.
+# Factor that converts the kernels' base-2 log-sum-exps to natural logarithms.
 LN_2: Final = math.log(2)
 
 
@@ -122,7 +122,7 @@ class FlashInferBase(AttentionBackend):
         self.dtype = dtype or pool.tensor.dtype
         self.kv_dtype = pool.tensor.dtype
         self.block_size = pool.layout.block_size
-        # The order is that of the arguments of the kernels' plans.
+        # In the order of the arguments of the kernels' `plan` methods.
         self.heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         self._limits = limits
         properties = torch.cuda.get_device_properties(self.device)
@@ -142,7 +142,7 @@ class FlashInferBase(AttentionBackend):
 
     @abstractmethod
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
-        """Returns the workspace that the largest plan of steps up to `limits` takes."""
+        """Returns the workspace that steps of up to `limits` need."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -152,7 +152,7 @@ class FlashInferBase(AttentionBackend):
     def planning(self) -> Iterator[None]:
         """Encloses the calls that write a plan.
 
-        On entry it waits until the device has copied the previous plan.
+        Entering the context waits until the device has copied the previous plan.
 
         Raises:
             WorkspaceTooSmall: The plan needs more workspace than was computed.

@@ -29,8 +29,7 @@ _NO_POSITION_ENCODING: Final = 0
 def modules_for(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
     """Returns the modules that steps with `spec` load: JitSpecs by short names.
 
-    A module that this function does not return is compiled by FlashInfer at its first
-    call.
+    FlashInfer compiles any other module when that module is first called.
     """
     q_dtype = getattr(torch, spec.dtype)
     kv_dtype = getattr(torch, spec.kv_dtype)
@@ -106,7 +105,7 @@ def _compile(name: str, spec: Any) -> None:
 
 
 def watch_loads(on_load: Callable[[str], None]) -> None:
-    """Calls `on_load` with the name of every module before this process loads it."""
+    """Makes this process call `on_load` with a module's name before it is loaded."""
     load = core.JitSpec.build_and_load
 
     def build_and_load(spec: Any) -> Any:

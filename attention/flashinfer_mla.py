@@ -34,8 +34,8 @@ class FlashInferMLABackend(FlashInferBase):
         latents = [
             pool.component(layer, 0)[:, 0] for layer in range(pool.layout.num_layers)
         ]
-        # The kernel `store` needs heads with a power of two of elements. So it gets
-        # latents [B, N, 576] as 9 heads of 64 elements: [B, 9, N, 64].
+        # In the kernel `store`, the number of elements of a head must be a power of
+        # two. So it gets latents [B, N, 576] as 9 heads of 64 elements: [B, 9, N, 64].
         self._as_heads = [_split_into_heads(rows).transpose(1, 2) for rows in latents]
         check_storing((self._as_heads[0],), (pool.scale(0, 0),), self.dtype)
         self._wide = None

@@ -1,14 +1,15 @@
 """Computes the largest workspace that plans of FlashInfer need.
 
-The numbers hold for the FlashInfer version in pyproject.toml. A plan of a step cuts
-contexts into pieces. The float workspace holds the partial results of the pieces until
-they are merged. The int workspace holds the list of the pieces. FlashInfer raises an
-error if a plan does not fit. So this module computes both sizes once, for the largest
-steps of an engine. It imports neither torch nor flashinfer.
+The numbers are valid for the FlashInfer version in pyproject.toml. A plan of a step
+cuts contexts into pieces. The float workspace holds the partial results of the pieces
+until they are merged. The int workspace holds the list of the pieces. FlashInfer raises
+an error if a plan does not fit. So this module computes both sizes once, for the
+largest steps of an engine. This module imports neither torch nor flashinfer.
 
 - FlashAttention-2 divides queries into tiles of packed rows. Each query token has a
-  packed row for each query head that shares its KV head. Contexts are cut only while
-  tiles times pieces are at most the thread blocks that the GPU runs concurrently.
+  packed row for each query head that shares its KV head. Contexts are cut only if the
+  number of tiles times pieces is at most the number of thread blocks that the GPU runs
+  concurrently.
 - FlashAttention-3 cuts no contexts, but lists its tiles for each head.
 - The kernel of multi-head latent attention (MLA) cuts contexts into at most twice as
   many pieces as the GPU has multiprocessors. Its list of pieces has a fixed size, and
@@ -22,7 +23,7 @@ from typing import Final
 
 from attention.support import LATENT_DIM, StepLimits
 
-BLOCKS_PER_SM: Final = 2  # thread blocks, as FlashInfer's planner counts them
+BLOCKS_PER_SM: Final = 2  # thread blocks; FlashInfer's planner assumes this number
 # FlashInfer allocates an int workspace of this size for each wrapper. Baton replaces it
 # only if a larger one is needed.
 DEFAULT_INT_BYTES: Final = 8 * 2**20
@@ -31,7 +32,7 @@ _ALIGNMENT: Final = 16
 _FLOAT_BYTES: Final = 4
 _INT_BYTES: Final = 4
 _LATENT_BYTES: Final = 2  # of an element; partial results of latents are in 16 bits
-# Lists of the int workspace that have an entry for each work item.
+# Number of lists in the int workspace that have one entry per work item.
 _FA2_LISTS: Final = 3
 _FA3_LISTS: Final = 7
 _FA3_TILE: Final = 128  # query tokens of the smaller of the planner's two tile sizes

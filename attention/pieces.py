@@ -1,7 +1,8 @@
-"""Decode steps by Baton's own kernels, which cut contexts into pieces (split KV).
+"""Attention of decode steps by Baton's own kernels, which cut contexts into pieces.
 
-FlashInfer's decode kernels are slower than these, above all for few sequences, and read
-FP8 no faster than 16 bits: docs/performance.md has the measurements.
+This method is also known as split KV. FlashInfer's decode kernels are slower, above all
+for few sequences, and read FP8 no faster than 16 bits. docs/performance.md has the
+measurements.
 """
 
 from typing import Final
@@ -28,7 +29,9 @@ def max_num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
 
 
 def plan_pieces(lens: Int32s, max_pieces: int) -> Int32s:
-    """Cuts contexts into at most `max_pieces` pieces, as short as possible.
+    """Cuts contexts into at most `max_pieces` pieces, which are as short as possible.
+
+    All pieces have the same length, except the last piece of a context.
 
     Args:
         lens: int32 [S], tokens of the contexts; S <= max_pieces.
@@ -71,7 +74,7 @@ class PieceDecode:
         num_sms: Streaming multiprocessors of the GPU.
         captured: The buffers with the pages of steps that run as CUDA graphs; None:
             steps do not run as graphs.
-        num_seqs: Sequences of a captured step; only used with `captured`.
+        num_seqs: Number of sequences of a captured step; only used with `captured`.
     """
 
     def __init__(

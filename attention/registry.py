@@ -85,7 +85,8 @@ def compile_modules(
 ) -> None:
     """Compiles those kernel modules of the backend `name` that are not compiled yet.
 
-    The first time this takes minutes; flashinfer_jit.py explains how it works.
+    Compiling all modules takes minutes. flashinfer_jit.py describes where compiled
+    modules are cached.
 
     Args:
         spec: The pool and the queries that the modules serve.
@@ -100,7 +101,7 @@ def compile_modules(
 
 
 def are_modules_compiled(name: str, spec: AttentionSpec, device: torch.device) -> bool:
-    """Returns whether `compile_modules` has nothing to do."""
+    """Returns whether all kernel modules of the backend `name` are compiled."""
     if resolve_backend_name(name, spec.device) != "flashinfer":
         return True
     from attention import flashinfer_jit
@@ -110,7 +111,10 @@ def are_modules_compiled(name: str, spec: AttentionSpec, device: torch.device) -
 
 
 def watch_modules(on_load: Callable[[str], None]) -> None:
-    """Calls `on_load` with the name of every kernel module that a backend loads."""
+    """Makes this process call `on_load` with the name of each kernel module it loads.
+
+    Each call happens just before a backend loads the module.
+    """
     try:
         from attention import flashinfer_jit
     except ImportError:

@@ -1,8 +1,8 @@
-"""Self-tests of Baton's own attention kernels, run before they serve requests.
+"""Self-tests of Baton's own attention kernels, run before the kernels serve requests.
 
-Compilers, drivers and GPUs differ, and a kernel that computes wrong numbers without an
-error would produce wrong text. The tests read and write the pool's null block only, and
-restore its content.
+Compilers, drivers and GPUs differ. A kernel that computes wrong numbers without raising
+an error would produce wrong text. The self-tests read and write only the pool's null
+block, and restore its content.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from kvcache import fp8
 _TOLERANCE: Final = 0.01  # relative; outputs have 8 bits of precision
 # Tokens of contexts: less than a tile, one tile, and several pieces of several tiles.
 _CONTEXTS: Final = (5, 64, 4500)
-_NUM_SMS: Final = 1  # plans as for the smallest GPU: the fewest pieces
+_NUM_SMS: Final = 1  # plans for one multiprocessor have the fewest pieces
 _SCALES: Final = (2.0, 0.5)  # FP8 scales of keys, and of values
 _NORM_WEIGHTS: Final = (2.0, 0.5)  # of the norms of queries, and of keys
 _SMALL_EPS: Final = 1e-20  # of the norms; too small to change their results
@@ -103,7 +103,7 @@ def check_widening(stored: Tensor, wide: Tensor, *, packed: bool = False) -> Non
 
 
 def ignore_self_tests() -> None:
-    """Makes all checks of this process pass, because it launches no kernels."""
+    """Makes all checks in this process pass; for a process that launches no kernels."""
     global _is_ignored
     _is_ignored = True
 
@@ -112,7 +112,7 @@ def _run_check(action: str, check: Callable[[], str | None]) -> None:
     """Runs the check of one kernel.
 
     Args:
-        action: What the kernel does, for the error message.
+        action: What the kernel does, such as "stores KV"; part of the error message.
         check: Returns the problem, such as "computes 3 wrong elements", or None.
 
     Raises:
@@ -132,7 +132,7 @@ def _run_check(action: str, check: Callable[[], str | None]) -> None:
 
 @contextmanager
 def _null_blocks(caches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields the null block [H, N, D] of each cache, and restores them at exit."""
+    """Yields the null block [H, N, D] of each cache; restores their content at exit."""
     blocks = [cache[0] for cache in caches]
     saved = [block.clone() for block in blocks]
     try:
@@ -160,8 +160,8 @@ def _check_store(
 def _exact_rope_norms(cache: Tensor, dtype: torch.dtype) -> list[RopeNormArgs]:
     """Returns arguments with which rotation and norms are exact in any dtype.
 
-    The rotation is by a quarter turn. The weights of the norms are powers of two, and
-    the caller norms elements of -1 and 1 only.
+    The rotation is by a quarter turn. The weights of the norms are powers of two. With
+    norms, the caller must pass only elements that are -1 or 1.
     """
     num_tokens, dim = cache.shape[2:]
     is_sine = torch.arange(dim, device=cache.device) >= dim // 2
@@ -183,7 +183,11 @@ def _count_wrong(
     num_q_heads: int,
     rope_norm: RopeNormArgs | None,
 ) -> Tensor:
-    """Stores random elements and counts wrong ones in q and in the null blocks."""
+    """Stores random keys and values, and counts wrong results.
+
+    Returns:
+        The number of wrong elements in q and in the null blocks.
+    """
     num_heads, num_tokens, dim = caches[0].shape[1:]
     device = caches[0].device
     has_norms = rope_norm is not None and rope_norm.norms is not None
@@ -233,8 +237,8 @@ def _decode_errors(
     num_seqs = len(_CONTEXTS)
     workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-    # PieceDecode multiplies scores by the keys' scale. The softmax scale is divided by
-    # it here, so that the keys' scale cancels out.
+    # PieceDecode multiplies scores by the keys' scale. The softmax scale is therefore
+    # divided by the keys' scale, so that the two cancel out.
     scale = dim**-0.5 / _SCALES[0]
     decode = PieceDecode(heads, block_size, kind, scale, workspace, _NUM_SMS)
     q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)

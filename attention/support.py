@@ -10,9 +10,9 @@ from protocol.handshake import FP8
 
 LATENT_DIM: Final = 512
 ROPE_DIM: Final = 64
-# Query rows of the MLA kernel's tile: one for each query token and head. The kernel
-# leaves out some keys at tile borders, so results are wrong, unless the number of heads
-# divides QUERY_TILE.
+# Query rows in a tile of the MLA kernel. Each query token has one row per head. If the
+# number of heads does not divide QUERY_TILE, the kernel skips some keys at the borders
+# of tiles, and its results are wrong.
 QUERY_TILE: Final = 128
 
 _HEAD_DIMS: Final = (64, 128, 256)
@@ -20,8 +20,8 @@ _DTYPES: Final = ("bfloat16", "float16")
 # FlashInfer's MLA plan has space for this many work items: query tiles times pieces of
 # contexts.
 _MLA_MAX_WORK_ITEMS: Final = 16384
-# Query rows of a planned tile. The planner uses half as many if sequences have at most
-# 64 rows on average.
+# Query rows of a planned tile. If sequences have at most 64 rows on average, the
+# planner uses tiles of half this size.
 _MLA_TILE: Final = 128
 _MAX_SMS: Final = 256  # more streaming multiprocessors than any GPU has
 
@@ -62,7 +62,7 @@ DEFAULT_LIMITS: Final = StepLimits()
 
 
 def resolve_backend_name(name: str, device: str) -> str:
-    """Replaces "auto" by flashinfer on a GPU and by torch elsewhere."""
+    """Returns `name`; for "auto", returns flashinfer on a GPU and torch elsewhere."""
     if name != "auto":
         return name
     return "flashinfer" if device == "cuda" else "torch"
@@ -72,8 +72,8 @@ def check_supported(name: str, spec: AttentionSpec, limits: StepLimits) -> None:
     """Checks that the backend `name` can serve `spec` in steps of up to `limits`.
 
     Raises:
-        UnsupportedPool: The backend cannot; the message names the limit, the value and
-            the option to change.
+        UnsupportedPool: The backend cannot serve it. The message names the limit, the
+            value and the option to change.
     """
     if resolve_backend_name(name, spec.device) == "torch":
         return
@@ -94,8 +94,8 @@ def check_supported(name: str, spec: AttentionSpec, limits: StepLimits) -> None:
 def extra_bytes_per_block(name: str, spec: AttentionSpec, block_size: int) -> int:
     """Returns the bytes that a backend allocates per block, in addition to the pool.
 
-    Only FP8 latents need any: the backend `name` copies each layer's blocks, widened to
-    16 bits, into one buffer that all layers share.
+    The result is 0, except for FP8 latents with flashinfer. This backend copies each
+    layer's blocks to 16 bits, into one buffer that all layers share.
     """
     if not spec.is_latent or spec.kv_dtype != FP8:
         return 0

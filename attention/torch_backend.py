@@ -1,11 +1,11 @@
 """The attention backend in plain torch, for pools of any layout, on CPU and GPU.
 
 The pool is viewed as a matrix of rows of head_dim elements (attention/torch_plan.py),
-so layouts and block sizes differ in indices only. All sequences with a single query
-token are computed together (attention/torch_decode.py). Each chunk of a prompt is
-computed separately: attention to the chunk's own tokens and attention to the prompt's
-cached context, then a merge of the two results. With a window or a soft cap, both are
-computed at once. Layers of one kind share a plan.
+so layouts and block sizes change nothing but the row indices. All sequences with a
+single query token are computed together (attention/torch_decode.py). Each chunk of a
+prompt is computed separately: attention over the chunk's own tokens and attention over
+the cached context are merged afterwards. With a window or a soft cap, one call computes
+attention over both. Layers of one kind share a plan.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class _Plan:
             the cached context that the chunk sees, or None if it sees none.
         decode: Attends for the decode rows.
         decode_rows: int64, the step's decode rows in the order of `decode`'s plan;
-            None: there are none.
+            None: the step has no decode rows.
         is_decode_in_order: Whether the step has decode rows only, and `decode`'s plan
             has the order of the step.
     """

@@ -47,8 +47,8 @@ class SparseDecode:
     def plan(self, groups: list[DecodeGroup]) -> None:
         """Plans a step.
 
-        `attend` takes the queries in the order of `groups`, and of the sequences in
-        each group.
+        `attend` takes the queries in the order of `groups` and, within a group, in the
+        order of its sequences.
         """
         # Each query head of each sequence has a row of scores. The rows of the first
         # group come first.
@@ -63,7 +63,7 @@ class SparseDecode:
         lengths = np.repeat(widths, num_rows)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         self._bag_starts = torch.from_numpy(starts[:-1])
-        # `attend` writes the scores of each layer to this tensor. Its first elements
+        # `attend` writes the scores of each layer to this tensor. The initial values
         # must not be NaN, because sampled_addmm multiplies them by beta=0.
         self._scores = torch.zeros(len(self._indices))
         self._pattern = torch.sparse_csr_tensor(
@@ -135,8 +135,8 @@ class GatherDecode:
     def __init__(
         self, *, head_dim: int, dtype: torch.dtype, device: str, soft_cap: float = 0.0
     ) -> None:
-        # Fused kernels need rows of a bias to be multiples of 16 elements. A GPU gets
-        # larger groups with more padding, because launches cost more than padding.
+        # Fused kernels need bias rows with a multiple of 16 elements. On a GPU, groups
+        # are larger and have more padding, because launches cost more than padding.
         if torch.device(device).type == "cpu":
             self.grouping = Grouping(max_padding=0.2, max_tokens=1 << 15, multiple=16)
         else:
@@ -175,8 +175,8 @@ class GatherDecode:
             shape = (num_seqs, heads, width, self._head_dim)
             k = self._gather(0, k_rows, indices).view(shape)
             v = k if v_rows is k_rows else self._gather(1, v_rows, indices).view(shape)
-            # The query heads of a KV head become the kernel's query positions, so that
-            # no KV is repeated for them.
+            # The query heads of a KV head become the kernel's query positions, so the
+            # KV need not be repeated for each query head.
             stop = start + num_seqs
             group_q = q[start:stop].reshape(num_seqs, heads, -1, self._head_dim)
             out, group_lse = dense_attention(

@@ -1,7 +1,7 @@
 """Attention over dense keys and values, for the torch backend.
 
-Attention without a soft cap uses fused kernels. With a window or a soft cap, a limited
-number of queries is computed at a time.
+Attention without a soft cap uses fused kernels. With a window or a soft cap, queries
+are computed in pieces of limited size.
 """
 
 from typing import Final
@@ -98,7 +98,9 @@ def merge_attention(
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, kind: AttentionKind
 ) -> tuple[Tensor, Tensor]:
-    """Computes causal attention of any kind for the last Tq tokens of a sequence.
+    """Computes causal attention for the last Tq tokens of a sequence.
+
+    `kind` may have a window and a soft cap.
 
     Args:
         q: [H, B, Tq, D], with B query heads for each KV head.

@@ -26,7 +26,7 @@ from kvcache.layout import KVLayout
 
 Indices = npt.NDArray[np.int64]
 
-# Padding of a sequence up to this number of tokens costs less than a new group.
+# Padding a sequence by at most this many tokens costs less than starting a new group.
 _SMALL_PADDING_TOKENS = 32
 
 
@@ -51,7 +51,8 @@ class DecodeGroup:
 class RowMap:
     """Maps tokens to rows of the pool, for one layout.
 
-    The returned rows leave out the terms of layer and component; see the module.
+    The returned row indices leave out the terms of layer and component, as the module's
+    docstring explains.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -64,7 +65,8 @@ class RowMap:
         self._heads = np.arange(layout.num_heads, dtype=np.int64) * row_strides["H"]
         self._layer_stride = row_strides["L"]
         self._component_stride = row_strides["C"]
-        # Length of a view that starts at any layer's and component's first row.
+        # Number of rows of a view of the pool. A view may start at the first row of any
+        # layer and component.
         self.num_shared_rows = (
             layout.nbytes // layout.itemsize // layout.head_dim
             - (layout.num_layers - 1) * self._layer_stride
@@ -100,8 +102,8 @@ def prefill_chunks(
     """Plans the sequences that have several query tokens.
 
     Yields:
-        For each such sequence, its rows of the step, and the pool's rows
-        [H, cached tokens] of its cached tokens that at least one query sees.
+        For each of these sequences, its rows of the step, and the pool's rows [H, n] of
+        the n cached tokens that at least one of its queries sees.
     """
     stops = np.cumsum(batch.query_lens)
     for seq in np.flatnonzero(batch.query_lens > 1):
@@ -115,10 +117,11 @@ def prefill_chunks(
 
 
 class Grouping(NamedTuple):
-    """How sequences of one query token are divided into groups.
+    """Limits for dividing sequences of one query token into groups.
 
     Attributes:
-        max_padding: Largest share of a group's width that padding of a sequence takes.
+        max_padding: Largest share of a group's width that padding of a sequence may
+            take.
         max_tokens: Largest number of tokens of a group: sequences times width.
         multiple: Tokens; the width of a group is a multiple of this number.
     """
@@ -141,7 +144,8 @@ def decode_groups(
     groups = []
     lens = [int(n) for n in seen[seqs]]
     for first, last, width in _split(lens, grouping):
-        # A step of a single group keeps its order, for _Plan.is_decode_in_order.
+        # If there is only one group, its sequences keep the order of the step, so that
+        # _Plan.is_decode_in_order can be true.
         members = np.sort(seqs[first:last])
         context_lens = seen[members].astype(np.int64)
         positions = np.minimum(np.arange(width), context_lens[:, None] - 1)

@@ -73,7 +73,7 @@ _merge_kernel: Any = triton.jit(_merge, do_not_specialize=["num_rows"])
 
 
 def pack(out: Tensor, lse: Tensor, absent: Tensor, size: int) -> Tensor:
-    """Packs partial results with their log-sum-exps, by target rank.
+    """Packs partial results with their log-sum-exps, in the order of receiving ranks.
 
     Args:
         out: 16 bits, contiguous [n, size * heads, D].

@@ -6,7 +6,7 @@ and another merges the pieces of a sequence.
 FP8 elements are converted to float16, which represents each of them exactly. The GPU
 converts two elements in one instruction. Queries are first divided by a power of two
 for each head, so that float16 can hold them without loss. These kernels round at the
-same points as bfloat16 kernels, and lose less precision at each.
+same points as bfloat16 kernels, and lose less precision at each of these points.
 
 A step's plan is written before the step's first kernel runs. So the kernels read the
 plan before they wait for the preceding kernel (attention/kernels/launch.py).
@@ -28,10 +28,11 @@ from attention.kernels.launch import (
 )
 
 _LOG2_E: Final = 1.4426950408889634
-# Above this number of programs, programs with fewer warps are faster: (16-bit KV, FP8
-# KV). Many programs hide each other's waits for memory.
+# If a launch has more programs than this, programs with fewer warps are faster, because
+# many programs hide each other's waits for memory. The limits are for 16-bit KV and for
+# FP8 KV.
 _MIN_SMALL_PROGRAMS: Final = (512, 768)
-# With at least this many rows, merges fill the GPU although each program merges several
+# With at least this many rows, merges fill the GPU even if each program merges several
 # heads.
 _MANY_ROWS: Final = 32
 
@@ -39,8 +40,8 @@ _MANY_ROWS: Final = 32
 def _to_float16(x):  # type: ignore[no-untyped-def]
     """Converts e4m3 to float16, exactly, before Triton moves x to shared memory.
 
-    x is thus in 16 bits there. For values, which have tokens as rows, the matrix units
-    are faster with 16 bits in shared memory than with 8.
+    In shared memory, x then has 16 bits. The rows of values are tokens. For such
+    operands, the matrix units are faster with 16 bits in shared memory than with 8.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
@@ -193,7 +194,7 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - new_top[None, :])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 0)
-        # A pulled block may have no finite values before the window.
+        # A pulled block may contain NaN or infinity before the window.
         value = tl.load(values + element_offsets, mask=seen[:, None], other=0.0)
         if FP8:
             value = _values_to_float16(value)
@@ -201,7 +202,7 @@ def _attend(  # type: ignore[no-untyped-def]
         top = new_top
         block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
     if FP8:
-        let_next_begin()  # an earlier start would slow down the products above
+        let_next_begin()  # an earlier call would slow down the products above
     piece_lse = top + tl.log2(total)
     acc = acc * (value_scale / total)[None, :]
     if num_parts == 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 
-# Elements of one program, at most.
+# Maximum number of elements that one program processes.
 _MAX_ELEMENTS: Final = 1024
 
 

@@ -1,8 +1,9 @@
 """A Triton kernel that stores a step's keys and values in the pool.
 
-On request the kernel also norms and rotates queries and keys. It converts to FP8 with a
-scale if the pool is in FP8. Libraries need two kernels and two passes over the keys to
-rotate and store. Torch would need six kernels to store FP8.
+On request, the kernel also normalizes and rotates queries and keys. If the pool is in
+FP8, the kernel converts keys and values to FP8 with a scale. Libraries need two kernels
+and two passes over the keys to rotate and store. Torch would need six kernels to store
+FP8.
 """
 
 from typing import Any, Final
@@ -14,8 +15,8 @@ from torch import Tensor
 from attention.base import RopeNormArgs
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 
-# Heads of one program. With at most _FEW_TOKENS tokens, programs of one head are
-# faster.
+# Number of heads that one program processes. For steps of at most _FEW_TOKENS tokens,
+# programs of one head are faster.
 _HEADS: Final = 8
 _FEW_TOKENS: Final = 32
 
@@ -24,10 +25,10 @@ def _rotated(  # type: ignore[no-untyped-def]
     source, is_head, angles, norms, eps,
     HALF: tl.constexpr, PAIR: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Loads some heads of one token, and norms and rotates them on request.
+    """Loads some heads of one token; normalizes and rotates them on request.
 
     Returns:
-        The first and the second elements of the pairs that are rotated.
+        The first elements and the second elements of all pairs that are rotated.
     """
     low = tl.load(source, mask=is_head)
     high = tl.load(source + PAIR, mask=is_head)
@@ -52,7 +53,7 @@ def _put(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Stores elements in the cache.
 
-    With KEEP, also overwrites the source with the elements as later steps read them.
+    With KEEP, also overwrites the source with the values that later steps will read.
     """
     if STORE:
         stored = (x.to(tl.float32) * factor if SCALED else x).to(into.dtype.element_ty)
@@ -97,7 +98,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     first = half * (1 if PAIR == HALF else 2)  # the first element of each pair
     start, angles, norms = token, None, None
     if NORM:
-        # Loaded before the wait, because no kernel of the step writes these weights.
+        # The weights can be loaded before the wait, because no kernel writes them.
         norm = (q_norm if part < q_parts else k_norm) + half
         norms = tl.load(norm), tl.load(norm + HALF)
     if STORE:
@@ -154,8 +155,8 @@ def store(
 ) -> None:  # fmt: skip
     """Stores k and v in the slots of their tokens.
 
-    With `rope_norm`, also norms and rotates q in place, and stores the normed and
-    rotated k.
+    With `rope_norm`, normalizes and rotates q in place, and stores k after normalizing
+    and rotating it.
 
     Args:
         k, v: [T, H, D], D a power of two. The elements of a head are contiguous, and so
@@ -166,11 +167,11 @@ def store(
             nothing is stored.
         scales: FP8 scales of the caches.
         q: [T, HQ, D], elements contiguous. Unchanged without `rope_norm`.
-        interleaved: Whether neighbouring elements are rotated against each other, which
+        interleaved: Whether neighboring elements are rotated against each other, which
             excludes norms. Otherwise the halves of a head are rotated against each
             other.
-        read_back: Whether to change k and v in place to the elements as later steps
-            read them.
+        read_back: Whether to overwrite k and v with the values that later steps will
+            read from the caches.
     """
     cos_sin = norms = q_norm = k_norm = None
     eps = 0.0

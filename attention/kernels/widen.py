@@ -9,8 +9,8 @@ from torch import Tensor
 from attention.kernels.launch import PDL, let_next_begin_and_wait
 
 _TOKENS: Final = 32  # tokens that a program copies at once
-# A fixed number of programs share the blocks, because a captured step may list any
-# number of them.
+# The number of programs is fixed, because a captured step may list any number of
+# blocks. The programs share these blocks.
 _PROGRAMS: Final = 1024
 
 
@@ -71,7 +71,7 @@ def widen(
         blocks: int32, a list of block ids; a block may be listed more than once.
         count: int32 [1 or more]; the first element is the number of listed blocks.
         packed: Whether to copy to the first blocks of `wide`, in the order of the list.
-            Else each block is copied to the same block of `wide`.
+            Otherwise block i of `stored` is copied to block i of `wide`.
     """
     assert stored.stride(3) == wide.stride(3) == 1
     _, heads, page, dim = stored.shape

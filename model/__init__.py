@@ -1,1 +1,1 @@
-"""Model weights and maths, independent of batching and of the KV cache's layout."""
+"""Models: weights and computation, independent of batching and KV cache layout."""

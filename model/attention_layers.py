@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 class AttentionQuery(NamedTuple):
-    """One layer's call of the attention backend.
+    """The arguments of one layer's call of the attention backend.
 
     Attributes:
         inputs: the tensors [T, ...] of the call: q, k and v of `forward`, or q_latent,
@@ -108,7 +108,8 @@ class HeadAttention:
     Args:
         prefix: prefix of the names of the weights.
         layer: index of the layer in the KV cache.
-        num_inputs: elements of a row that the projections read; None: the hidden size.
+        num_inputs: number of elements in an input row of the projections; None: the
+            hidden size.
     """
 
     def __init__(
@@ -246,11 +247,11 @@ def _load_head_norms(
 def _norm_rows(
     norms: list[RMSNorm], parts: tuple[Tensor, ...], parallel: Parallel
 ) -> tuple[Tensor, ...]:
-    """Norms queries and keys [T, n], each over the heads of all ranks together.
+    """Normalizes queries and keys [T, n], each over the heads of all ranks together.
 
-    The mean over all ranks is the mean of the ranks' means. This is right even if
-    several ranks hold the same KV heads, because each KV head is on as many ranks as
-    any other.
+    The mean square over all heads is the mean of the ranks' mean squares. This holds
+    even if several ranks store the same KV heads, because each KV head is on the same
+    number of ranks.
     """
     if parallel.size == 1:
         return tuple(norm(x) for norm, x in zip(norms, parts, strict=True))

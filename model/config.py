@@ -55,7 +55,7 @@ class ModelConfig:
 
     Attributes:
         architecture: a key of ARCHITECTURES.
-        intermediate_size: of a dense feed-forward layer; 0 if there is none.
+        intermediate_size: of a dense feed-forward layer; 0 if no layer is dense.
         head_dim: elements of a head. For MLA, elements of the rotated part of a head;
             `mla` has the sizes of the other parts.
         max_position: longest sequence, in tokens.
@@ -75,8 +75,8 @@ class ModelConfig:
         score_cap: scaled attention scores become tanh(score / cap) * cap. 0: no cap.
         logit_divisor: divisor of the logits.
         logit_cap: logits become tanh(logit / cap) * cap. 0: no cap.
-        draft_layers: number of layers for speculative drafts. They follow the model's
-            `num_layers` layers in the files and are not loaded.
+        draft_layers: number of layers for speculative drafts. In the files, they follow
+            the model's `num_layers` layers. `load_model` does not load them.
         dtype: data type in which the weights were saved.
     """
 
@@ -272,10 +272,10 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_other_quantization_config(raw: dict[str, Any], path: Path) -> Any:
-    """Returns a quantization_config that is not stored under that name.
+    """Returns a quantization config that is stored in another place, or None.
 
-    Early versions of compressed-tensors use the name compression_config. ModelOpt
-    stores the config in the file hf_quant_config.json.
+    Early versions of compressed-tensors store the config under compression_config
+    instead of quantization_config. ModelOpt stores it in hf_quant_config.json.
     """
     if raw.get("compression_config"):
         return raw["compression_config"]
@@ -295,7 +295,8 @@ def _parse_overridden(
     """Parses a config with overrides.
 
     Raises:
-        ModelLoadError: a key of the overrides changes nothing, as a misspelt key does.
+        ModelLoadError: a key of the overrides has no effect, for example because it is
+            misspelled.
     """
     config = parse_config(_with_values(raw, overrides), max_model_len)
     for key in overrides:
@@ -315,7 +316,7 @@ def _has_effect(
     config: ModelConfig,
     max_model_len: int | None,
 ) -> bool:
-    """Returns False if the parsed config is the same without the override of `key`.
+    """Returns whether the override of `key` changes the parsed config.
 
     An override that repeats config.json's value counts as effective.
 
@@ -334,7 +335,7 @@ def _has_effect(
 
 
 def _with_values(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns `raw` with `values` replaced, in text_config too if `raw` has one."""
+    """Returns `raw` updated with `values`, also inside text_config if `raw` has one."""
     merged = {**raw, **values}
     text_config = merged.get("text_config")
     if isinstance(text_config, dict):
@@ -425,7 +426,7 @@ def _qk_norm(raw: dict[str, Any], architecture: Architecture) -> str:
 
 
 def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:
-    """Returns the elements of a head, and stores head_dim in `raw` if it is missing."""
+    """Returns ModelConfig.head_dim. Sets raw["head_dim"] if the value is missing."""
     num_heads = read_size(raw, "num_attention_heads")
     hidden_size = read_size(raw, "hidden_size")
     if not raw.get("head_dim") and num_heads > hidden_size:
@@ -445,7 +446,7 @@ def _head_dim(raw: dict[str, Any], mla: MLAConfig | None) -> int:
 
 
 def _scales(raw: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Returns the fields of ModelConfig with factors, divisors and caps."""
+    """Returns those fields of ModelConfig that are factors, divisors or caps."""
     query_scalar = _optional_number(raw, "query_pre_attn_scalar")
     if query_scalar:
         score_scale: float | None = query_scalar**-0.5

@@ -1,4 +1,4 @@
-"""The decoder of all architectures, which differ in the fields of ModelConfig."""
+"""The decoder of all architectures; ModelConfig describes their differences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +23,10 @@ _IMAGE_MODULES: Final = ("vision_tower", "multi_modal_projector")
 
 
 class StateCapture(NamedTuple):
-    """Where a step stores hidden states for a drafter.
+    """The buffer in which a step stores hidden states for a drafter.
 
     Attributes:
-        layers: numbers of layers. 0 stands for the embeddings, and n for the states
+        layers: the states to store: 0 stands for the embeddings, and n for the states
             after the first n layers, before any norm.
         out: [T, len(layers) * hidden], filled by the step. A row holds the states of a
             token in the order of `layers`.
@@ -40,8 +40,7 @@ class StateCapture(NamedTuple):
         return self._replace(out=self.out[:num_tokens])
 
     def store(self, num_layers: int, hidden: Tensor) -> None:
-        """Copies `hidden` [T, hidden], if a drafter needs the states after this number
-        of layers."""
+        """Copies `hidden` [T, hidden] to `out` if `num_layers` is one of `layers`."""
         width = hidden.shape[1]
         for index, layer in enumerate(self.layers):
             if layer == num_layers:
@@ -49,9 +48,9 @@ class StateCapture(NamedTuple):
 
 
 class StepModel(Protocol):
-    """What runs the steps of a rank: a model, or a drafter behind the same interface.
+    """The interface of models that run steps: CausalLM, and adapters of drafters.
 
-    The methods are those of CausalLM.
+    CausalLM documents the methods.
     """
 
     @property
@@ -133,8 +132,8 @@ class CausalLM:
             positions: int64 [T], the position of each token in its sequence.
             attention: a backend that is planned for this step.
             rows: int64 [R] with R >= 1, the rows of the T tokens to return; None: all.
-                The last layer stores the KV of all rows, and then computes these rows
-                only, unless `capture` needs all.
+                The last layer stores the KV of all rows. After that, it computes only
+                the selected rows, or all rows if `capture` needs the last layer.
             capture: where to store the hidden states that a drafter needs.
 
         Returns:
@@ -192,7 +191,7 @@ class CausalLM:
         return StateCapture(layers, self.embedding.weight.new_empty(num_tokens, width))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of `hidden` [S, hidden], after the final norm.
+        """Applies the final norm to `hidden` [S, hidden] and returns the logits.
 
         Returns:
             float32 [S, vocab], complete on every rank.
@@ -202,7 +201,7 @@ class CausalLM:
     def raw_logits(self, hidden: Tensor) -> Tensor:
         """Returns the same as `logits`, but in the data type of the computation.
 
-        This is enough to find the largest logit.
+        This precision is enough to find the largest logit.
         """
         return self.head(hidden, self.norm)
 

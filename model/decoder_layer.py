@@ -24,8 +24,8 @@ class DecoderLayer:
     Args:
         index: the layer's index in `config` and in the KV cache.
         prefix: prefix of the names of the layer's weights.
-        attention_inputs: elements of a row that the projections of attention read;
-            None: the hidden size.
+        attention_inputs: number of elements in an input row of the attention
+            projections; None: the hidden size.
     """
 
     def __init__(

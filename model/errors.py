@@ -18,4 +18,4 @@ class ModelLoadError(ModelError):
 
 
 class InvalidParallelism(ModelError):
-    """The number of ranks (--tp), or their grouping (--dcp, --ep), does not fit."""
+    """The model cannot be divided by the given --tp, --dcp and --ep."""

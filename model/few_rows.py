@@ -1,7 +1,7 @@
-"""Products of few rows, which take as long as reading the weight.
+"""Products of few rows with a weight, which take as long as reading the weight.
 
-One kernel multiplies a single row, another one 2 to 16 rows. Both include the norm
-before the product, and the gate or the residual after it.
+One kernel multiplies a single row, another one 2 to 16 rows. Both kernels include the
+norm before the product, and the gate or the residual after the product.
 """
 
 from functools import partial
@@ -20,13 +20,13 @@ _SELF_TEST_ROWS: Final = (2, 13, 16)
 
 
 class FewRowsProduct:
-    """The product of few rows with a weight [out, in], as far as there are kernels.
+    """The product of few rows with a weight [out, in].
 
     Args:
-        gated: the first half of the weight is a gate, the second half its input.
+        gated: whether the result is silu(first half of the product) * (second half).
 
     Attributes:
-        row_counts: the numbers of rows that can be multiplied.
+        row_counts: the numbers of rows for which there is a kernel; may be empty.
     """
 
     def __init__(self, weight: Weight, *, gated: bool = False) -> None:
@@ -54,7 +54,7 @@ class FewRowsProduct:
         """Multiplies x [T, in] by the weight, for T in `row_counts`.
 
         Args:
-            bias: [out], added to the product. Not if the product is gated.
+            bias: [out], added to the product. Not allowed if the product is gated.
             norm: weight of a root-mean-square norm that is applied to x first.
             residual: [T, out], contiguous, to which the product is added in place.
 
@@ -113,8 +113,8 @@ def _deviations(
 
     Args:
         normed_tile: the tile of the products with a norm.
-        plain_tile: the tile of the products without a norm; a residual is added to
-            them, unless they are gated.
+        plain_tile: the tile of the products without a norm. If these products are not
+            gated, they are tested with a residual.
     """
     width = sample.shape[1]
     device = sample.device

@@ -1,8 +1,8 @@
 """Triton kernels of the decoder: norms, one-row products, feed-forward products.
 
-Sizes that differ from step to step are not specialised (`do_not_specialize`). One
-variant serves all sizes, so that a kernel that has run once at start-up never compiles
-again.
+For sizes that differ from step to step, Triton must not compile specialized variants
+(`do_not_specialize`). One variant serves all sizes. So after a kernel has run once at
+start-up, no step waits for its compilation.
 """
 
 import functools
@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.kernels.launch import PDL, let_next_begin_and_wait, wait
 from model.quantization.quantized import FP8, Quantized, Weight
 
-# A program of the norm takes at least this many elements, in several rows if the rows
-# are short.
+# A program of the norm processes at least this many elements. If rows are short, these
+# elements are in several rows.
 _MIN_NORM_ELEMENTS: Final = 1024
 _ELEMENTS_PER_WARP: Final = 512
 _MAX_WARPS: Final = 16
@@ -38,12 +38,12 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Norms rows. A row is a head of a token; strides are in elements."""
+    """Normalizes rows. A row is a token or one head of it; strides are in elements."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows) & (column < WIDTH)
     scales = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    # This kernel begins while its predecessor ends, and its successor does the same.
+    # This kernel begins while the previous kernel ends, and lets the next kernel begin.
     let_next_begin_and_wait()
     at = (row // num_heads).to(tl.int64) * token_stride + row % num_heads * head_stride
     value = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ _norm_kernel: Any = triton.jit(_rms_norm, do_not_specialize=["num_rows"])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norms x [T, n] or [T, heads, n] over its last dimension, which is contiguous."""
+    """Normalizes x, [T, n] or [T, heads, n], over the last, contiguous dimension."""
     width = x.shape[-1]
     has_heads = x.dim() == 3
     num_heads = x.shape[1] if has_heads else 1
@@ -118,8 +118,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 # matrix while the previous kernel ends (programmatic dependent launch), before it waits
 # for its input.
 
-# A thread loads this many elements at once, and adds their products. They are 16 bytes
-# of x. Larger numbers of elements would have to go through shared memory.
+# A thread loads this many elements at once, which are 16 bytes of x, and sums their
+# products. Larger numbers of elements would have to go through shared memory.
 FOLD: Final = 8
 # The number of columns must be a multiple of this number, so that all rows are aligned.
 _MIN_COLUMNS: Final = 64
@@ -132,12 +132,12 @@ _MIN_FULL_COLUMNS: Final = 512
 # tiles, to have more loads in flight.
 _MAX_FULL_ROW_COLUMNS: Final = 16384
 # A matrix below this size fits almost completely into the registers of the programs
-# that run at a time.
+# that run concurrently.
 _MAX_HELD_BYTES: Final = 24 << 20
-# One program takes at most this many elements of a matrix below _MAX_HELD_BYTES.
+# One program loads at most this many elements of a matrix below _MAX_HELD_BYTES.
 _HELD_ELEMENTS: Final = 1 << 14
 _MAX_SHORT_COLUMNS: Final = 4096
-# A matrix with more rows is the head of a model.
+# A matrix with more rows is assumed to be the head of a model.
 _MIN_HEAD_ROWS: Final = 1 << 16
 
 
@@ -147,7 +147,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies one row.
+    """Multiplies the row x by ROWS rows of the matrix.
 
     Inputs that the previous kernel does not write are loaded before the wait.
     """
@@ -231,7 +231,7 @@ class _RowTile(NamedTuple):
 
 
 def _tile_of(weight: Weight, *, gated: bool) -> _RowTile:
-    """Returns the fastest of the tiles that were measured on an H200."""
+    """Returns the tile for a weight: the fastest of those measured on an H200."""
     num_out, width = weight.shape
     columns = width & -width  # the largest power of two that divides the width
     if columns < min(_MIN_FULL_COLUMNS, triton.next_power_of_2(width)):
@@ -326,14 +326,15 @@ def one_row(
 
 
 # -- silu(gate(x)) * up(x) of many rows: the product of a prefill's feed-forward. With
-# cuBLAS both products are written, 0.5 GB for 8,192 tokens of an 8B model, and read by
-# another kernel. Here a program keeps a tile of both in registers and writes only the
-# result. There are as many programs as multiprocessors, and each computes one tile
-# after another. Operands are loaded by TMA, which fills rows outside of x with zeros.
+# cuBLAS, both products (0.5 GB for 8,192 tokens of an 8B model) are written to memory
+# and read by another kernel. In `_gated_rows`, a program keeps a tile of both products
+# in registers and writes only the result. There are as many programs as
+# multiprocessors, and each computes one tile after another. Operands are loaded by TMA,
+# which fills rows outside of x with zeros.
 
-GATED_MIN_ROWS: Final = 1024  # tiles of fewer rows do not fill the GPU evenly
+GATED_MIN_ROWS: Final = 1024  # with fewer rows, tiles do not fill the GPU evenly
 
-# The division of the work, measured on an H200.
+# The fastest division of the work that was measured on an H200.
 _TILE_ROWS: Final = 128  # rows of x
 _TILE_COLUMNS: Final = 128  # columns of the result
 _TILE_DEPTH: Final = 64  # elements of a row that are multiplied at a time

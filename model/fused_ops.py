@@ -17,8 +17,9 @@ from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-# Limit of the self-tests of kernels for few rows and for mixtures of experts: twice the
-# relative error that 16 bits cause in the latter and in their reference together.
+# Largest relative error in self-tests of the kernels for few rows and for mixtures of
+# experts. It is twice the error that rounding to 16 bits causes in a mixture of experts
+# and in its reference together.
 _MAX_DEVIATION: Final = 0.02
 # The result of `passes_self_test` for each kind of layer.
 _self_test_results: dict[tuple[object, ...], bool] = {}
@@ -55,7 +56,7 @@ def experts() -> Any:
 
 @functools.cache
 def fp4_experts() -> Any:
-    """Returns the module kernels.fp4_experts, which is imported on first use, too."""
+    """Returns the module kernels.fp4_experts; see `kernels` for the late import."""
     from model.kernels import fp4_experts as fp4_kernels
 
     return fp4_kernels
@@ -75,7 +76,7 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def ignore_self_tests() -> None:
-    """Makes `find_flaw` find nothing, because this process launches no kernels."""
+    """Makes `find_flaw` report no flaws; for a process that launches no kernels."""
     global _is_ignored
     _is_ignored = True
 
@@ -85,7 +86,7 @@ def find_flaw(compute_deviations: Callable[[], Tensor], max_deviation: float) ->
 
     Args:
         compute_deviations: runs the kernels and returns the deviations of their results
-            from the right results.
+            from the correct results.
 
     Returns:
         What is wrong with the kernels, or "" if all deviations are below
@@ -105,9 +106,9 @@ def find_flaw(compute_deviations: Callable[[], Tensor], max_deviation: float) ->
 def passes_self_test(
     kind: tuple[object, ...], message: str, compute_deviations: Callable[[], Tensor]
 ) -> bool:
-    """Returns whether the kernels of a kind of layer pass their self-test.
+    """Returns whether the kernels that a layer uses pass their self-test.
 
-    The self-test runs once for each kind of layer.
+    The self-test runs once for each `kind` of layer.
 
     Args:
         kind: all properties of the layer that decide which kernels run.

@@ -208,7 +208,7 @@ def _download(name: str, revision: str | None, report: Progress) -> Path:
     ) as error:
         at_revision = f" at revision {revision!r}" if revision else ""
         hint = "check the name, the revision, the network and HF_TOKEN"
-        # The first line of the error has the reason; the following lines give advice.
+        # The first line of the error has the reason. The other lines are advice.
         reason = str(error).partition("\n")[0].removeprefix("Got: ")
         raise ModelNotAvailable(
             f"model {name!r}{at_revision} is not available ({hint}): {reason}"

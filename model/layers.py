@@ -23,11 +23,11 @@ from model.weights import WeightLoader
 # layout for many rows is equally good for few rows.
 _PACKING_ROWS: Final = 512
 # oneDNN compiles a kernel of up to 0.7 MB for each number of rows. The number of rows
-# is therefore rounded up so that only this many of its leading bits may be 1. This adds
-# at most an eighth.
+# is therefore rounded up so that only this many of its leading bits may be 1. Rounding
+# adds at most an eighth of the rows.
 _SIGNIFICANT_ROW_BITS: Final = 4
 _mkldnn: Any = torch.ops.mkldnn
-# Activations by their names in ModelConfig. Each function may change its argument.
+# Activations by their names in ModelConfig. They may change their argument in place.
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": partial(F.silu, inplace=True),
     "gelu": F.gelu,
@@ -90,9 +90,9 @@ class Linear:
 
 
 class RowParallelLinear:
-    """Multiplies x [T, this rank's columns], and sums the products over all ranks.
+    """Multiplies x [T, this rank's columns] by a weight, and sums over all ranks.
 
-    The sum [T, out] is added to `residual` in place, as `join` describes.
+    `join` adds the sum [T, out] to the residual in place.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RowParallelLinear:
         return self._join(out if self._bias is None else out.add_(self._bias), residual)
 
     def _add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds the product and the bias to the residual of a single rank in place."""
+        """Adds the product and the bias to `residual` in place. Needs a single rank."""
         few_rows = self._product.few_rows
         if len(x) in few_rows.row_counts:
             return few_rows(x, bias=self._bias, residual=residual)
@@ -128,7 +128,7 @@ class RowParallelLinear:
         return residual if self._bias is None else residual.add_(self._bias)
 
     def add_share(self, x: Tensor, out: Tensor) -> None:
-        """Adds this rank's part of the sum, without the bias, to `out` [T, out] in
+        """Adds this rank's product with x, without the bias, to `out` [T, out] in
         place."""
         if len(x) in self._product.few_rows.row_counts:
             self._product.few_rows(x, residual=out)
@@ -161,7 +161,7 @@ class RMSNorm:
 class Join:
     """Adds the output of attention or feed-forward to the residual.
 
-    The output is normed and scaled first, if the model does that.
+    In some models, the output is first normalized or scaled.
     """
 
     def __init__(self, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
@@ -170,7 +170,7 @@ class Join:
         self.is_plain = norm is None and scale == 1.0
 
     def __call__(self, out: Tensor, residual: Tensor) -> Tensor:
-        """Adds the complete out [T, hidden] to residual [T, hidden] in place.
+        """Adds `out` [T, hidden], summed over all ranks, to `residual` in place.
 
         Returns:
             the residual.
@@ -186,10 +186,10 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class GatedMLP:
-    """Computes down(activation(gate(x)) * up(x)). The ranks split the width.
+    """Computes down(activation(gate(x)) * up(x)). Ranks split the intermediate size.
 
     Args:
-        width: the intermediate size; None: that of the config.
+        width: the intermediate size; None: config.intermediate_size.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class GatedMLP:
         """Adds this rank's part of the output for x [T, hidden] to `out` in place.
 
         Args:
-            gate: [T, 1], factors of the output; None: 1.
+            gate: [T, 1], a factor for each token's output; None: all factors are 1.
         """
         inner = self._gate_up.gated(x, None, self._activation)
         if gate is not None:
@@ -251,7 +251,7 @@ class Columns:
         self._is_fused = self._joined is not None and fused_ops.is_supported(
             first.device, first.dtype
         )
-        # Gated kernels for the joined matrix, which add no bias.
+        # Gated kernels for the joined matrix. They cannot add a bias.
         self._gated_few_rows: FewRowsProduct | None = None
         self._has_gated_rows_kernel = False
         if self._is_fused and self._joined is not None and self._joined.bias is None:
@@ -265,9 +265,9 @@ class Columns:
     def gated(
         self, x: Tensor, norm: RMSNorm | None = None, activation: str = "silu"
     ) -> Tensor:
-        """Norms x [T, in] and returns activation(first) * second.
+        """Applies `norm`, if any, to x [T, in]; returns activation(first) * second.
 
-        There must be two projections of x: `first` and `second`.
+        There must be exactly two projections; `first` and `second` are their results.
         """
         if not self._is_fused or activation != "silu":
             gate, up = self(x, norm)
@@ -288,7 +288,7 @@ class Columns:
         return result
 
     def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
-        """Norms x [T, in] and returns one [T, out] for each projection.
+        """Applies `norm`, if any, to x [T, in]; returns a [T, out] for each projection.
 
         The results may be views of one tensor.
         """
@@ -308,7 +308,8 @@ class Columns:
 def _concatenate(parts: list[Linear], *, pack: bool) -> Linear | None:
     """Concatenates projections and clears `parts`.
 
-    Returns None, and leaves `parts` unchanged, if they are quantised in different ways.
+    If their weights are quantised in different ways, returns None and leaves `parts`
+    unchanged.
     """
     biases = [part.bias for part in parts if part.bias is not None]
     weight = concatenated([part.weight for part in parts])
@@ -320,7 +321,10 @@ def _concatenate(parts: list[Linear], *, pack: bool) -> Linear | None:
 
 
 def even_share(parallel: Parallel, total: int) -> range:
-    """Returns this rank's part of `total` items. The group's size divides `total`."""
+    """Returns this rank's part of `total` items.
+
+    `total` must be a multiple of the number of ranks.
+    """
     share = total // parallel.size
     return range(parallel.rank * share, (parallel.rank + 1) * share)
 
@@ -339,12 +343,12 @@ class Part(NamedTuple):
     order: list[int] | None = None
 
     def weight(self, loader: WeightLoader) -> Weight:
-        """Loads the rows of the weight."""
+        """Loads the projection's rows of the weight."""
         weight = loader.matrix(f"{self.name}.weight", self.shape, rows=self.rows)
         return map_weight(weight, lambda tensor: reordered(tensor, self.order))
 
     def bias(self, loader: WeightLoader) -> Tensor:
-        """Loads the same rows of the bias."""
+        """Loads the projection's elements of the bias."""
         bias = loader.load(f"{self.name}.bias", self.shape[:1], rows=self.rows)
         return reordered(bias, self.order)
 
@@ -364,11 +368,11 @@ def split_parts(
     shapes: list[tuple[int, int]],
     rows: list[range],
 ) -> list[Part]:
-    """Returns the parts of projections that are stored apart, or fused in one weight.
+    """Returns the parts of projections that are stored separately or fused.
 
     Args:
-        fused_name: name of the weight that holds the projections one below the other;
-            None: each projection is stored under its name.
+        fused_name: name of the weight that contains the rows of all projections, one
+            projection after the other; None: each projection has its own weight.
         shapes: the complete shape of each projection.
         rows: the rows of each projection that this rank loads.
     """
@@ -429,12 +433,12 @@ def load_norm(
     """Loads a norm.
 
     Args:
-        rows: the rows of its weight to load; None: all.
-        eps: the eps of this norm; None: that of the config.
+        rows: the elements of the norm's weight to load; None: all.
+        eps: the eps of this norm; None: config.rms_eps.
     """
     weight = loader.load(f"{name}.weight", (size,), rows=rows)
     offset = config.traits.norm_offset
     if offset:
-        # Rounding to 16 bits would lose most of the weight in the sum.
+        # Stored weights are small. A sum in 16 bits would lose most of their bits.
         weight = weight.float() + offset
     return RMSNorm(weight, eps or config.rms_eps)

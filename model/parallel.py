@@ -32,7 +32,10 @@ class Ranks:
         self.group = group
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Returns [size, ...] on every rank: the contiguous `tensor` [...] of each."""
+        """Returns [size, ...] on every rank: the `tensor` [...] of each rank.
+
+        `tensor` must be contiguous.
+        """
         parts = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         self.group._allgather_base(parts, tensor).wait()
         return parts.view(self.size, *tensor.shape)
@@ -55,8 +58,8 @@ class Parallel(Ranks):
 
     Args:
         group: the process group, which `connect` makes; None only for size 1.
-        context: this rank's context-parallel group: neighbouring ranks that hold the
-            same KV heads and share the tokens. None: every rank stores all tokens.
+        context: this rank's context-parallel group: neighboring ranks that hold the
+            same KV heads and split the tokens. None: every rank stores all tokens.
         ep: number of parts into which the experts are divided. `size / ep` ranks share
             each part.
     """
@@ -75,7 +78,7 @@ class Parallel(Ranks):
 
     @property
     def dcp(self) -> int:
-        """Number of ranks that share the tokens of every sequence."""
+        """Number of ranks among which the tokens of every sequence are divided."""
         return self.context.size if self.context else 1
 
     def kv_heads(self, total_heads: int) -> range:

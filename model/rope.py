@@ -56,9 +56,10 @@ def _yarn_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
     """Blends interpolated and original frequencies, along a ramp over the pairs."""
 
     def dimension_with(rotations: float) -> float:
-        """Returns which pair makes this number of rotations in the original context.
+        """Returns the index of the pair that makes `rotations` rotations.
 
-        The index may be a fraction.
+        The rotations are counted over the original context. The index may be a
+        fraction.
         """
         ratio = config.original_max_position / (rotations * 2 * math.pi)
         return config.dim * math.log(ratio) / (2 * math.log(config.theta))
@@ -104,7 +105,7 @@ def rotate_half_order(config: RopeConfig, head_dim: int) -> list[int] | None:
 
     The weights that make queries and keys are reordered once, when they are loaded.
     After that, the first half of a head is rotated against the second half, even if the
-    model rotates neighbours, or only a part of the head. Elements that the model does
+    model rotates neighbors, or only a part of the head. Elements that the model does
     not rotate get the angle 0.
 
     Returns:
@@ -127,8 +128,8 @@ def rotate_half_order(config: RopeConfig, head_dim: int) -> list[int] | None:
 class Rope:
     """One rotary embedding on one device.
 
-    The angles of a step are computed from its positions. A table of angles for a
-    context of 131,072 tokens would take more memory than some models.
+    The angles of a step are computed from its positions and not read from a table. A
+    table for a context of 131,072 tokens would take more memory than some models.
 
     Args:
         dtype: data type of queries and keys.
@@ -159,10 +160,11 @@ class Rope:
     def angles(self, positions: Tensor) -> Angles:
         """Returns the cosines and sines of positions [T], as `rotate_pair` takes them.
 
-        For the fused kernel, both items are equal: float32 [T, dim], cosines, then
-        sines. Without the kernel, the items are cosines and sines: [T, 1, dim / 2] if
-        neighbours form the pairs, else [T, 1, dim] with the first half of the sines
-        negated.
+        For the fused kernel, both items of the result are the same: float32 [T, dim],
+        with all cosines before all sines. Without the kernel, the first item has the
+        cosines and the second item the sines. Their shape is [T, 1, dim / 2] if
+        neighbors form the pairs, else [T, 1, dim]. In the latter case, the first half
+        of the sines is negated.
         """
         radians = positions[:, None] * self._inverse
         joined = radians.new_empty(len(radians), 2, self._half)

@@ -19,12 +19,13 @@ from model.config import ModelConfig
 from model.errors import InvalidParallelism, ModelLoadError
 from model.files.safetensors_files import StoredTensor, read_headers
 
-# The bytes that each tensor contributes to the fingerprint: samples of this size, and
-# for an embedding or a head also the first bytes of each token's row.
+# Each tensor contributes _SAMPLES_PER_TENSOR samples of _SAMPLE_BYTES to the
+# fingerprint. An embedding or a head also contributes the first _ROW_BYTES of each row.
 _SAMPLE_BYTES: Final = 256
 _SAMPLES_PER_TENSOR: Final = 4
 _ROW_BYTES: Final = 16
-# Weights that are never quantised: tables, routers, and MLA's absorbed projection.
+# Weights that are never quantised: embeddings, heads, routers, gates of shared experts,
+# and MLA's absorbed projection.
 _UNQUANTISED_SUFFIXES: Final = tuple(
     f"{name}.weight"
     for name in (
@@ -222,7 +223,8 @@ def _gated_shapes(
 
     Args:
         width: formula of the intermediate size.
-        projections: names of gate, up and down, or of fused gate and up, and of down.
+        projections: names of the gate, up and down projection; or names of the fused
+            gate and up projection and of the down projection.
     """
     *gate_up, down = projections
     rows = width if len(gate_up) == 2 else f"2 x {width}"
@@ -272,7 +274,7 @@ def bits_per_element(
     are counted as quantised, so the result is too small for them.
 
     Args:
-        name: the weight.
+        name: name of the weight.
         itemsize: bytes of an element that is not quantised.
         keep_quantised: whether quantised weights are kept quantised in memory, instead
             of being dequantised at load.

@@ -1,6 +1,7 @@
 """The embedding and the head of a model.
 
-Ranks split the rows of their matrices. The vocabulary is padded to equal shares.
+Ranks split the rows of the two matrices. The vocabulary is padded so that all ranks
+have the same number of rows.
 """
 
 import torch
@@ -19,7 +20,7 @@ def load_share(
     """Loads this rank's rows of a matrix with one row for each token.
 
     Args:
-        shape: of the complete matrix.
+        shape: the shape of the complete matrix.
 
     Returns:
         [share, columns], padded with rows of zeros.
@@ -52,7 +53,11 @@ class Embedding:
         self._scale = torch.tensor(scale).to(weight.dtype).item()
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Returns the embeddings [T, hidden] of int64 [T], a new tensor."""
+        """Returns the embeddings of the tokens, a new tensor [T, hidden].
+
+        Args:
+            token_ids: int64 [T].
+        """
         if self._parallel.size == 1:
             rows = F.embedding(token_ids, self.weight)
         else:
@@ -84,8 +89,8 @@ class Head:
         divisor: float = 1.0,
         cap: float = 0.0,
     ) -> None:
-        # Packing copies the head even if it shares its weight with the embedding,
-        # because the embedding needs rows in their own order.
+        # Packing copies the weight even if the embedding shares it, because the
+        # embedding needs complete rows in the original order.
         self._columns = Columns([Linear(weight)], pack=pack)
         self._size = vocab_size
         self._parallel = parallel
@@ -93,9 +98,10 @@ class Head:
         self._cap = cap
 
     def __call__(self, hidden: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Norms hidden [S, hidden] and returns [S, vocab], complete on every rank.
+        """Applies `norm`, if any, to `hidden` [S, hidden] and computes logits.
 
-        The logits may be in 16 bits.
+        Returns:
+            [S, vocab], complete on every rank, in the data type of the computation.
         """
         (share,) = self._columns(hidden, norm)
         logits = self._parallel.all_gather_last_dim(share)[:, : self._size]
@@ -113,7 +119,8 @@ def load_vocabulary(
     shape = (config.vocab_size, config.hidden_size)
     embedding = load_share(loader, "model.embed_tokens.weight", shape, parallel)
     head = embedding
-    # A stored head counts even if the config says that it is tied, since it may differ.
+    # If the files have a head, it is compared with the embedding even if the config
+    # declares the head as tied, because the two may differ.
     if not config.tie_embeddings or loader.has("lm_head.weight"):
         stored_head = load_share(loader, "lm_head.weight", shape, parallel)
         if not torch.equal(stored_head, embedding):

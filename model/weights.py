@@ -1,7 +1,7 @@
-"""Loading of weights: from mapped safetensors files, or made from names and a seed.
+"""Loads weights from mapped safetensors files, or makes dummy weights from a seed.
 
-On the CPU, a tensor that has the data type of the computation is used in its mapped
-file. Such weights take no memory of their own, and two engines on one host share them.
+On the CPU, a stored tensor in the data type of the computation stays mapped from its
+file. It takes no additional memory, and two engines on one host share the mapping.
 """
 
 import math
@@ -28,8 +28,8 @@ from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 
-# Tensors that are not loaded here. Some exporters save buffers that follow from the
-# config. kv_scales.py reads the scales of FP8 KV.
+# Suffixes of tensors that this loader ignores. Some exporters save buffers that follow
+# from the config. kv_scales.py reads the scales of FP8 KV.
 _IGNORED_SUFFIXES: Final = (
     "rotary_emb.inv_freq",
     "self_attn.masked_bias",
@@ -38,8 +38,8 @@ _IGNORED_SUFFIXES: Final = (
 _UPLOAD_THREADS: Final = 8
 # Pinned buffers in addition to one for each thread.
 _EXTRA_SLOTS: Final = 4
-# Smaller tensors are copied without threads; larger ones in parts of at least this
-# size.
+# Threads copy tensors of at least this size, in parts of at least this size. Smaller
+# tensors are copied without threads.
 _MIN_PART_BYTES: Final = 1 << 20
 _SLOT_BYTES: Final = 1 << 23
 _new_event: Any = torch.cuda.Event
@@ -48,11 +48,12 @@ _HASH_CHUNK: Final = 1 << 24
 
 
 class DummySource:
-    """Weights made from their name and a seed.
+    """Random weights, made from the name of each weight and a seed.
 
-    An element is the same in each part of a weight that contains it. Matrices are
-    uniform with variance 1 / columns, so that the size of activations is independent of
-    the depth. Norms are 1, and other vectors are small.
+    An element of a weight has the same value in all parts that contain it, so ranks
+    agree. Elements of matrices are uniformly distributed with variance 1 / columns, so
+    that the size of activations is independent of the depth. Weights of norms are 1,
+    and other vectors are small.
     """
 
     def __init__(
@@ -76,14 +77,15 @@ class DummySource:
     ) -> Quantized | None:
         """Returns a part of stacked experts in MXFP4, or None for other weights.
 
-        The weights of other formats are not quantised.
+        Dummy weights in other formats are not quantised.
         """
         if not self._has_mxfp4_experts or len(shape) != 3:
             return None
         width = shape[-1]
         codes = self._bytes(f"{name}_blocks", (*shape[:-1], width // 2), rows)
         groups_shape = (*shape[:-1], width // MXFP4_GROUP)
-        # Codes have a standard deviation of 2.9. Half of the scales are halved.
+        # Codes have a standard deviation of 2.9. A random half of the scales is halved,
+        # which multiplies the standard deviation by 0.8.
         exponent = 127 - round(math.log2(2.9 * 0.8 * math.sqrt(width)))
         scales = exponent - (self._bytes(f"{name}_scales", groups_shape, rows) & 1)
         weight = Quantized(codes, scales, None, "fp4", MXFP4_GROUP, torch.float32)
@@ -126,7 +128,7 @@ class DummySource:
         return (bits >> 8).to(torch.float32).sub_(1 << 23).mul_(scale / (1 << 23))
 
     def _bits(self, rows: range, cols: range, width: int, stream: int) -> Tensor:
-        """Returns int64 [rows, cols] with 32 random bits each, a hash of the place."""
+        """Returns int64 [rows, cols]: a 32-bit hash of each element's position."""
         row = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
         col = torch.arange(cols.start, cols.stop, device=self._device)
         bits = (row * width + col).mul_(0x9E3779B1).add_(stream)
@@ -136,14 +138,14 @@ class DummySource:
 
 
 class Upload:
-    """Copies mapped tensors to a GPU, for use by the thread that made the upload.
+    """Copies mapped tensors to a GPU, for use by the thread that created this object.
 
-    Threads of a pool copy parts of a tensor to pinned buffers. From there the GPU
-    copies them while the threads continue. Without pinned memory a single thread would
-    copy everything. On the CPU, tensors stay mapped.
+    Threads of a pool copy parts of a tensor to pinned buffers. The GPU reads these
+    buffers while the threads continue. Without pinned memory, a single thread would
+    copy everything. For the CPU, tensors stay mapped and are not copied.
 
     Args:
-        copies: copy tensors on the CPU, too.
+        copies: whether to copy tensors for the CPU, too.
     """
 
     def __init__(self, device: torch.device, *, copies: bool = False) -> None:
@@ -151,13 +153,13 @@ class Upload:
         is_gpu = device.type == "cuda"
         bind_stream = None
         if is_gpu:
-            # The threads use the stream of the current thread, on the same device. A
-            # thread that used another device would create a context there.
+            # All threads use the stream of the current thread. A thread that used
+            # another device would create a CUDA context on that device.
             stream = torch.cuda.current_stream(device)
             bind_stream = partial(torch.cuda.set_stream, stream)
         self._pool = ThreadPoolExecutor(_UPLOAD_THREADS, "weights", bind_stream)
         self._copies = copies or is_gpu
-        # Pinned buffers, each with the event at the end of the last copy from it.
+        # Pinned buffers. Each has an event that marks the end of the last copy from it.
         self._slots = queue.SimpleQueue[Any]()
         if self._copies:
             for _ in range(_UPLOAD_THREADS + _EXTRA_SLOTS):
@@ -167,17 +169,18 @@ class Upload:
     def __call__(self, tensor: Tensor) -> Tensor:
         """Returns the tensor on the device of the upload.
 
-        On a GPU the copy may still run, but work that is put on the stream from now on
-        runs after it.
+        On a GPU, the copy may still run when this method returns. Work that is then
+        added to the stream runs after the copy.
         """
         is_contiguous = tensor.is_contiguous()
         has_contiguous_rows = is_contiguous or tensor.stride(-1) == 1
-        # Some tensors were copied before, such as words of 4-bit codes.
+        # Some tensors are not mapped, because they were uploaded before they were
+        # unpacked, such as 4-bit codes.
         is_mapped = tensor.device.type == "cpu" and has_contiguous_rows
         if not self._copies or tensor.nbytes < _MIN_PART_BYTES or not is_mapped:
             return tensor.to(self._device)
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        last_dim = -1 if is_contiguous else -2  # of the dimensions that are split
+        last_dim = -1 if is_contiguous else -2  # the last of the flattened dimensions
         source = tensor.flatten(0, last_dim).view(torch.uint8)
         target = out.flatten(0, last_dim).view(torch.uint8)
         part_bytes = max(_MIN_PART_BYTES, tensor.nbytes // _UPLOAD_THREADS)
@@ -201,7 +204,7 @@ class Upload:
                 if copy_end is not None:
                     copy_end.record()
         finally:
-            # Other threads may wait for a slot, also after an error.
+            # The slot is returned even after an error, because threads may wait for it.
             self._slots.put((slot, copy_end))
 
 
@@ -230,8 +233,7 @@ class WeightLoader:
         self._quantises = quantization is not None and quantization.stored == AT_LOAD
         self._source = source
         self._used: set[str] = set()
-        # For each reason to dequantise: bytes of the quantised weights, and the bytes
-        # that they take instead.
+        # For each reason to dequantise: bytes of the weights before and after.
         self._dequantised_bytes: defaultdict[str, tuple[int, int]] = defaultdict(
             lambda: (0, 0)
         )
@@ -311,12 +313,13 @@ class WeightLoader:
     ) -> Weight:
         """Loads a part of the matrix of a linear layer.
 
-        If there is a kernel to multiply by it, the matrix stays quantised, or is
-        quantised at load. Otherwise it is loaded as by `load`.
+        The matrix stays quantised, or is quantised at load if the config requires that,
+        provided that a kernel can multiply by it. Otherwise the result is a tensor as
+        from `load`.
 
         Args:
-            transposed: the file has [..., in, out] if the matrix is not quantised
-                there.
+            transposed: whether the file stores the matrix as [..., in, out]. This does
+                not apply to a matrix that is quantised in the file.
         """
         self._record_use(name)
         if rows is None:
@@ -328,8 +331,8 @@ class WeightLoader:
             stored_shape = shape
             if transposed:
                 stored_shape = (*shape[:-2], shape[-1], shape[-2])
-            # Complete rows are loaded and quantised, whatever columns this rank has.
-            # The scales are then the same for every number of ranks.
+            # Complete rows are loaded and quantised, even if this rank needs only some
+            # columns. So the scales are the same for every number of ranks.
             matrix = self.load(name, stored_shape, rows=rows)
             if transposed:
                 matrix = matrix.mT

@@ -1,1 +1,1 @@
-"""Declarations of all architectures, and the reading of config.json, without torch."""
+"""Declares all architectures and parses config.json. Does not import torch."""

@@ -29,8 +29,8 @@ def _model_class(
     Args:
         sizes: the defaults of _SIZES, in that order.
         eps: the default of rms_norm_eps.
-        others: keys that not every class reads, or with defaults that differ from the
-            common defaults.
+        others: keys that not every class reads, and keys with defaults that differ from
+            the common defaults.
     """
     common: dict[str, Any] = {
         "rms_norm_eps": eps,

@@ -30,11 +30,12 @@ class MoEConfig:
         scoring: "softmax" or "sigmoid", the function applied to the router's logits.
         is_normalized: whether the weights of a token's experts are scaled to the sum 1
             before `routed_scaling_factor` is applied.
-        num_groups: number of groups of neighbouring experts. Only experts of the best
-            `topk_groups` groups are chosen. With 1 group all experts are candidates.
+        num_groups: number of groups of neighboring experts. Only experts of the best
+            `topk_groups` groups are chosen. With 1 group, all experts are candidates.
         clamps: (alpha, limit) of the clamped SwiGLU, which computes
-            gate * sigmoid(alpha * gate) * (up + 1). Here gate is limited to at most
-            `limit`, and up to [-limit, limit]. None: the model's activation is used.
+            gate * sigmoid(alpha * gate) * (up + 1). Before that, `gate` is clamped to
+            at most `limit`, and `up` is clamped to [-limit, limit]. None: the model's
+            activation is used.
     """
 
     num_experts: int
@@ -143,7 +144,7 @@ def _topk_method(raw: dict[str, Any], scoring: str) -> str:
 def _expert_groups(
     raw: dict[str, Any], count_field: str, num_experts: int, experts_per_token: int
 ) -> tuple[int, int]:
-    """Returns the number of groups of experts, and how many are chosen for a token."""
+    """Returns the number of groups of experts, and the number of groups per token."""
     num_groups = int(raw.get("n_group") or 1)
     topk_groups = int(raw.get("topk_group") or 1)
     if (

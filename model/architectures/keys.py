@@ -1,6 +1,7 @@
-"""Selects the keys of a config.json that a model class reads, and refuses some keys.
+"""Selects the keys of a config.json that a model class reads.
 
-defaults.py lists the keys of each class.
+defaults.py lists the keys of each class. Values that Baton does not implement are
+refused.
 """
 
 from typing import Any, Final
@@ -48,7 +49,7 @@ _COMMON_KEYS: Final = frozenset(
         "num_nextn_predict_layers",
     }
 )
-# In a model with a text_config, keys that are read from the top level of config.json.
+# If config.json has a text_config, these keys are still read from its top level.
 _TOP_LEVEL_KEYS: Final = (
     "architectures",
     "dtype",
@@ -120,14 +121,14 @@ def refuse_unsupported(raw: dict[str, Any], architecture: Architecture) -> None:
     """Refuses fields that would change the computation and are not implemented.
 
     Raises:
-        UnsupportedModel: such a field is set.
+        UnsupportedModel: a field that is not implemented is set.
         ModelLoadError: hidden_act and hidden_activation contradict each other.
     """
     for name in ("clip_qkv", "use_bidirectional_attention"):
         if raw.get(name) and name in architecture.defaults:
             raise unsupported_error(f"{name} {short_repr(raw[name])}", f"{name} null")
-    # The config of Gemma 3 has fields for both soft caps. But transformers' class does
-    # not apply the cap of scores, and its class with images applies neither cap.
+    # The config of Gemma 3 has fields for both soft caps. But transformers' text-only
+    # class does not apply the cap of scores, and its class with images applies neither.
     caps = ["attn_logit_softcapping"]
     if architecture.text_type:
         caps.append("final_logit_softcapping")

@@ -24,10 +24,10 @@ class Quantization:
         stored: "fp8", "packed" (compressed-tensors, 4 bits), "awq", "gptq", "mxfp4", or
             AT_LOAD. AT_LOAD means that the files hold plain weights, which are
             quantised to FP8 while they are loaded.
-        block: rows and columns of an FP8 matrix that share a scale. None: the shape of
-            the scales in the files decides.
+        block: numbers of rows and of columns of an FP8 matrix that share a scale. None:
+            there is one scale per row or per tensor, as the files' scales show.
         group: number of columns that share a scale in 4-bit formats. None: all columns.
-        zero_offset: number to add to the zero points that are in the files.
+        zero_offset: number that is added to the zero points in the files.
     """
 
     stored: str
@@ -39,7 +39,7 @@ class Quantization:
     def bits(self) -> float:
         """Bits of one element in memory, including its share of scales and zero points.
 
-        Scales for each row or for the tensor are negligible and not counted.
+        Scales per row or per tensor are negligible and not counted.
         """
         if self.stored in ("fp8", AT_LOAD):
             return 8 + (32 / self.block[1] if self.block else 0)
@@ -126,7 +126,7 @@ def _describe_scheme(scheme: dict[str, Any]) -> str:
 
 def _parse_four_bits(raw: dict[str, Any], method: str) -> Quantization:
     """Reads the config of awq or gptq."""
-    # transformers 5 writes "format" instead of this field.
+    # transformers 5 writes the version to the field "format" instead.
     version_field = "version" if method == "awq" else "checkpoint_format"
     version = str(raw.get(version_field) or raw.get("format") or "")
     supported = ("", "gemm") if method == "awq" else ("", "gptq", "gptq_v2")

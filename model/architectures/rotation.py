@@ -1,7 +1,7 @@
 """The rotary embeddings (ropes) of a config.json.
 
-A model has one rope for all layers, or one rope for each kind of layer. In some models
-a part of the layers has no rope.
+A model has one rope for all layers, or one rope for each kind of layer. In some models,
+some of the layers have no rope.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _REQUIRED_FIELDS: Final = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-NOT_ROTATED: Final = -1  # stands for the index of a rope in layers without a rope
+NOT_ROTATED: Final = -1  # in place of a rope's index, for layers without a rope
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class RopeConfig:
             factor and the mscales.
         mscale, mscale_all_dim: used by yarn; 0 means absent.
         divisors: used by longrope; the divisor of each pair's frequency.
-        exponent_dim: divisor of the exponents of theta; 0 means that it is `dim`.
-        interleaved: neighbouring elements form a pair, as in DeepSeek and GLM-4. In all
-            other models the two halves of the rotated part form the pairs.
+        exponent_dim: divisor of the exponents of theta; 0: the divisor is `dim`.
+        interleaved: neighboring elements form a pair, as in DeepSeek and GLM-4. In all
+            other models, an element of the rotated part's first half and the element at
+            the same place in the second half form a pair.
     """
 
     dim: int
@@ -132,7 +133,7 @@ def _shared_parameters(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _normalize(parameters: dict[str, Any], theta: float) -> dict[str, Any]:
-    """Returns rope parameters with one spelling of the type, and with a rope_theta."""
+    """Returns parameters with the type under "rope_type", and with a rope_theta."""
     others = {
         name: value
         for name, value in parameters.items()
@@ -339,13 +340,14 @@ def _yarn_fields(
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {"truncate": bool(given.get("truncate", True))}
     if architecture.ropes_by_kind and not fields["truncate"]:
-        # transformers reads `truncate` from the top level of rope_parameters, not from
-        # the object of each kind of layer. It finds none there, so it always uses true.
+        # transformers reads `truncate` from the top level of rope_parameters. With one
+        # object per kind of layer, the top level has no such key, so transformers
+        # always uses true.
         raise unsupported_error(
             "truncate false of rope type yarn in this architecture", "truncate true"
         )
-    # transformers ignores attn_factor. The code of yarn's authors and other servers
-    # read it, and so does Baton.
+    # transformers ignores attn_factor. Baton applies it, like other servers and the
+    # code of yarn's authors.
     if given.get("attn_factor"):
         attn_factor = read_number(given, "attn_factor", 1.0)
         fields["attention_factor"] = attn_factor * yarn_mscale(factor, 1.0)
@@ -362,8 +364,8 @@ def _original_context(
 
     The field may be inside or outside of the rope's parameters. For a rope that all
     layers share, the outer field takes precedence. For ropes by kind of layer,
-    transformers 4 reads the outer field and transformers 5 does not, so an outer field
-    that would matter is refused.
+    transformers 4 reads the outer field and transformers 5 does not. So an outer field
+    is refused if it would change the result.
     """
     field = "original_max_position_embeddings"
     max_position = read_size(raw, "max_position_embeddings")
@@ -382,7 +384,7 @@ def _original_context(
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Returns yarn's factor of attention for a context that is extended by `factor`."""
+    """Returns yarn's attention factor for a context that is extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -51,14 +51,14 @@ class Mixture:
         shared: prefix of the shared experts, which are stored as one feed-forward
             layer.
         shared_gate: name of a sigmoid gate on the shared experts' output.
-        correction_bias: weight that is added to the scores when experts are chosen, but
-            does not change the weights of the chosen experts.
+        correction_bias: name of a bias that is added to the scores when experts are
+            chosen. This bias does not change the weights of the chosen experts.
         may_normalize: whether the class reads norm_topk_prob. If not, a config with
             norm_topk_prob true is refused.
-        group_score_experts: the score of a group is the sum of this many of the highest
-            scores of its experts.
-        alternative_count_field: second name of `count_field`, which transformers reads
-            and may write. Empty if there is no second name.
+        group_score_experts: the score of a group of experts is the sum of this many of
+            its highest scores.
+        alternative_count_field: second name of `count_field`, which transformers
+            accepts and may write. Empty if there is no second name.
     """
 
     count_field: str = "num_experts"
@@ -96,8 +96,8 @@ class Architecture:
             values.
         fixed_values: values that the class has regardless of config.json.
         norms: the names of the norms of a layer.
-        bias: field of config.json that says whether q, k and v have a bias; or True or
-            False if all models of the class do or do not.
+        bias: name of the field of config.json that is true if q, k and v have a bias.
+            True or False: the bias is the same in all models of the class.
         output_bias: whether the output projection has a bias if q, k and v have one.
         qk_norm: "head" for a norm of each query and key head, "row" for a norm over all
             heads, "" for none.
@@ -105,7 +105,7 @@ class Architecture:
         norm_offset: number that is added to the weights of norms.
         fused: which of the projections "qkv_proj" and "gate_up_proj" are stored as one
             weight in the files.
-        interleaved: rope rotates neighbouring elements instead of halves.
+        interleaved: rope rotates neighboring elements instead of halves.
         scales_embedding: embeddings are multiplied by the square root of the hidden
             size.
         gelu_is_tanh: hidden_act "gelu" means the tanh approximation, as in the first
@@ -119,8 +119,8 @@ class Architecture:
             "": the class has no sliding windows.
         ropes_by_kind: each kind of layer in layer_types has a rope of its own.
         rotates_part: partial_rotary_factor applies to every rope type.
-        rope_aliases: the rope types that the class accepts, each with its meaning.
-            None: all implemented types, each with its own meaning.
+        rope_aliases: the rope types that the class accepts, each with the implemented
+            type that it stands for. None: all implemented types are accepted.
         sinks: each layer has one attention sink logit for each query head, which takes
             part in the softmax.
         text_type: model_type of text_config in a model that also accepts images. Baton
@@ -388,8 +388,8 @@ UNSUPPORTED_ARCHITECTURES: Final = {
 
 
 def explain_unsupported(name: str) -> str:
-    """Returns why an architecture is not served, and names a similar architecture that
-    is served."""
+    """Returns why an architecture is not served, with the name of a similar
+    architecture that is served."""
     if name in UNSUPPORTED_ARCHITECTURES:
         nearest, missing_feature = UNSUPPORTED_ARCHITECTURES[name]
         return f"it needs {missing_feature}; the nearest that is served is {nearest}"
@@ -398,7 +398,7 @@ def explain_unsupported(name: str) -> str:
 
 
 def list_architectures() -> str:
-    """Returns the text of `baton models`, one architecture a line.
+    """Returns the text of `baton models`, with one architecture per line.
 
     A supported architecture is listed with the test that covers it. An unsupported one
     is listed with the reason.

@@ -1,4 +1,4 @@
-"""Validated reading of single values of a config.json, and the errors for bad ones."""
+"""Reads and checks single values of a config.json, and creates errors about values."""
 
 import math
 from typing import Any, Final

@@ -109,8 +109,8 @@ def parse_windows(
     """
     kinds = layer_kinds(raw, architecture)
     if architecture.window_rule == "all":
-        # In these classes either all layers have a window or none. layer_types does not
-        # choose the layers, but a SLIDING entry still requires a window.
+        # In these classes, either all layers have a window or no layer has one.
+        # layer_types does not select layers, but a SLIDING entry requires a window.
         num_layers = read_num_layers(raw)
         needs_window = _has_window(raw) or SLIDING in (raw.get("layer_types") or ())
         kinds = [SLIDING] * num_layers if needs_window else []

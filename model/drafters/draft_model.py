@@ -1,11 +1,11 @@
 """The interface of drafters that read hidden states of their target.
 
 The target is the model for which a drafter proposes tokens. The row of position p has
-two inputs: the token of position p + 1, and a state that stands for the tokens up to p.
-Its output predicts the token of position p + 2. Rotary embeddings, KV slots and context
-lengths of the row are those of position p.
+two inputs: the token of position p + 1, and a state that represents the tokens up to p.
+The row's output predicts the token of position p + 2. The row has the rotary embedding,
+the KV slot and the context length of position p.
 
-To propose several tokens, the output of a row is the state of the next row:
+To propose several tokens, the output of a row is used as the state of the next row:
 
     states = draft.combine(captured)        # from StateCapture, rows of position p
     states = draft.forward(tokens of p + 1, states, positions p, attention)
@@ -30,9 +30,9 @@ class DraftModel(ABC):
     The class is for inference only: the caller must be in torch.inference_mode.
 
     Attributes:
-        config: the config of the drafter's layer. Its KV cache has `config.num_layers`
-            layers with `config.kv_components`, `config.kv_heads_total` and
-            `config.kv_dim`, like that of a model of its own.
+        config: a config that describes the drafter's layer as a model. The drafter's KV
+            cache has `config.num_layers` layers with `config.kv_components`,
+            `config.kv_heads_total` and `config.kv_dim`.
         target_layers: the `layers` of the StateCapture that the target must fill.
     """
 
@@ -55,7 +55,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def combine(self, captured: Tensor) -> Tensor:
-        """Returns the states [T, hidden] of rows from states of the target.
+        """Computes the drafter's states [T, hidden] from captured states of the target.
 
         Args:
             captured: [T, len(target_layers) * hidden of the target], see StateCapture.
@@ -73,15 +73,15 @@ class DraftModel(ABC):
 
         Args:
             token_ids: int64 [T], the token after each row's position.
-            states: [T, hidden], from `combine`, or from `forward` for the position
-                before the row's.
+            states: [T, hidden], from `combine`, or the output of `forward` for the
+                preceding position.
             positions: int64 [T].
             attention: a backend that is planned for this step.
             rows: int64 [R], the rows to return; None: all.
 
         Returns:
-            [T, hidden] or [R, hidden], the input of `raw_logits`, and the states of the
-            rows after these. The result is equal on every rank.
+            [T, hidden] or [R, hidden], equal on every rank. The result is the input of
+            `raw_logits`, and the `states` argument for the following positions.
         """
         queries = self.attention_queries(
             token_ids, states, positions, attention.applies_rope, rows
@@ -104,6 +104,6 @@ class DraftModel(ABC):
         """Returns the logits [S, vocab] of states [S, hidden] that `forward` returned.
 
         The vocabulary is that of the target. The logits are complete on every rank, and
-        in the data type of the computation. Tokens that the drafter cannot propose have
-        -inf.
+        in the data type of the computation. The logit of a token that the drafter
+        cannot propose is -inf.
         """

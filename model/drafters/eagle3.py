@@ -1,8 +1,8 @@
 """EAGLE-3 (arXiv 2503.01840): a drafter with a checkpoint of its own.
 
-It reads the states of three layers of its target, which a projection combines. Its
-single layer attends over embeddings and states side by side. It proposes tokens of a
-smaller vocabulary.
+The drafter reads the hidden states after three layers of its target, and a projection
+combines these states. Its single layer takes token embeddings and states, concatenated.
+Its vocabulary may be smaller than the target's.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Eagle3Model(DraftModel):
 
     Args:
         tensors: the tensors of the drafter's files, as `eagle3_tensors` returns them;
-            empty if weights are made from their names.
+            empty for dummy weights.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Eagle3Model(DraftModel):
         normed_states = self._state_norm(states)
         embedded = layer.norm(self._embedding(token_ids))
         inputs = torch.cat((embedded, normed_states), dim=-1)
-        # Attention adds its output to the residual in place.
+        # Attention adds its output to the residual in place, so `states` is copied.
         residual = normed_states if self._norms_residual else states.clone()
         step = Step(angles, backend_rotates, rows)
         hidden = yield from layer.attention(residual, None, step, inputs)
@@ -118,11 +118,11 @@ def _load_target_ids(
 ) -> Tensor | None:
     """Returns the target's id of each token of the drafter, int64, on the CPU.
 
-    Returns None if both have the same tokens. Without files, the drafter has the first
-    tokens of the target.
+    Returns None if both have the same tokens. With dummy weights, a smaller vocabulary
+    of the drafter consists of the target's first tokens.
 
     Raises:
-        ModelLoadError: an id is not one of the target's, or occurs twice.
+        ModelLoadError: an id is not a token of the target, or occurs twice.
     """
     vocab_size = config.model.vocab_size
     if config.draft_vocab_size == vocab_size and _TOKEN_MAP not in tensors:

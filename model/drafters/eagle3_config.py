@@ -17,21 +17,21 @@ from model.errors import ModelError, ModelLoadError, UnsupportedModel
 from model.files.safetensors_files import StoredTensor, read_headers
 from protocol.short_repr import short_repr
 
-# The classes that the writers of such checkpoints name.
+# Class names that config.json of EAGLE-3 checkpoints may give.
 _ARCHITECTURES: Final = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
     "Eagle3Speculator",
     "Eagle3DraftModel",
 )
-# The model class whose decoder layer a drafter of this model_type has.
+# For each model_type of a drafter, the model class with the same decoder layer.
 _LAYER_CLASSES: Final = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# The number of the target's layers whose states a drafter reads.
+# Number of target layers that provide states to a drafter.
 _NUM_TARGET_LAYERS: Final = 3
-# Keys with the numbers of these layers.
+# Keys of config.json that may list these target layers.
 _TARGET_LAYER_KEYS: Final = (
     "eagle_aux_hidden_state_layer_ids",
     "aux_hidden_state_layer_ids",
@@ -43,14 +43,15 @@ class Eagle3Config:
     """The properties of an EAGLE-3 drafter.
 
     Attributes:
-        model: the config of its decoder layer, as of a model with this layer only. Its
-            vocabulary is that of the target.
+        model: a config that describes the drafter's decoder layer as a model with one
+            layer. The vocabulary is that of the target.
         draft_vocab_size: number of tokens that the drafter can propose.
         target_hidden_size: the hidden size of the target.
         target_layers: see StateCapture.
-        norms_residual: whether the residual stream starts from the normed states,
-            instead of the raw ones.
-        norms_target_states: whether the states of the target have a norm of their own.
+        norms_residual: whether the residual stream starts from the normalized states,
+            instead of the raw states.
+        norms_target_states: whether the target's states are normalized before they are
+            projected.
     """
 
     model: ModelConfig
@@ -76,8 +77,8 @@ def load_eagle3_config(
         load_format: "dummy" if the directory has no weights; see `load_model`.
 
     Raises:
-        ModelError: the directory holds no EAGLE-3 drafter, or one that does not fit the
-            target. The message begins with the option.
+        ModelError: the directory holds no EAGLE-3 drafter, or the drafter does not fit
+            the target. The message begins with the option.
     """
     try:
         config = _parse(_read(folder), target)
@@ -96,7 +97,8 @@ def load_eagle3_config(
 def eagle3_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a drafter's files by the names that most files use.
 
-    Some writers add the prefix "model.", or call the layer "layers.0".
+    In some files the names have the prefix "model.", or the layer is called "layers.0"
+    instead of "midlayer".
     """
     tensors = {}
     for name, tensor in read_headers(folder).items():
@@ -131,7 +133,7 @@ def _parse(raw: dict[str, Any], target: ModelConfig) -> Eagle3Config:
         raise unsupported_error(
             f"architectures {short_repr(names)} of a drafter", ", ".join(_ARCHITECTURES)
         )
-    # Files of the library "speculators" nest the sizes of the layer.
+    # The library "speculators" writes the layer's sizes into a nested object.
     layer_config = raw.get("transformer_layer_config")
     norms_residual = raw.get("norm_before_residual", layer_config is not None)
     raw = {**raw, **(layer_config or {})}
@@ -187,7 +189,7 @@ def _parse_layer(raw: dict[str, Any]) -> ModelConfig:
         **raw,
         "architectures": [_LAYER_CLASSES[model_type]],
         "num_hidden_layers": 1,
-        # The drafter's own head has other tokens than its embedding.
+        # The head may have fewer tokens than the embedding, so it is never tied.
         "tie_word_embeddings": False,
     }
     model = parse_config(values)
@@ -195,11 +197,11 @@ def _parse_layer(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _target_layers(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of target layers after which the drafter reads states.
+    """Returns, for each state that the drafter reads, how many layers precede it.
 
-    Files name them in two ways. Some count layers from 0 and mean the output of a
-    layer; such a list begins with 1. Others give the number of layers before the
-    state, like the default.
+    Files use two conventions. A list that begins with 1 contains indices of layers,
+    from 0 on, and means the outputs of these layers. Any other list, like the default,
+    contains for each state the number of layers before it.
     """
     eagle_config = raw.get("eagle_config") or {}
     if eagle_config.get("use_aux_hidden_state") is False:
@@ -231,10 +233,10 @@ def _target_layers(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def _check_files(config: Eagle3Config, tensors: Mapping[str, StoredTensor]) -> None:
-    """Compares the sizes that a config gives with those of the files.
+    """Checks that the tensors in the files have the shapes that the config implies.
 
     Raises:
-        ModelLoadError: a size differs, or a tensor is missing.
+        ModelLoadError: a shape differs, or a tensor is missing.
     """
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (config.model.hidden_size, config.captured_size),

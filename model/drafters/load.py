@@ -46,7 +46,8 @@ def load_mtp(
     else:
         tensors = read_headers(Path(model_dir))
         names = mtp_names(config, tensors)
-    # Only the tensors of the layer are visible, so that surplus ones are reported.
+    # The loader gets only the tensors of the MTP layer, so that `finish` reports only
+    # unused tensors of this layer.
     layer_tensors = {
         name: tensor
         for name, tensor in tensors.items()
@@ -64,7 +65,7 @@ def load_mtp(
     try:
         with torch.inference_mode():
             draft = MTPModel(loader, names, target, tensors)
-        # Copies of the model's tables are not loaded.
+        # Copies of the model's embedding and head need not be loaded.
         copies = [name for name in (names.embedding, names.head) if name]
         loader.ignore(*(f"{name}.weight" for name in copies))
         loader.finish()
@@ -93,8 +94,8 @@ def load_eagle3(
     For the other arguments see `load_model`.
 
     Raises:
-        ModelError: the drafter does not fit its target, or its files do not fit its
-            config, or the number of ranks does not fit it.
+        ModelError: the drafter does not fit its target or the number of ranks, or its
+            files do not fit its config.
     """
     config = load_eagle3_config(folder, target.config, load_format=load_format)
     tensors: dict[str, StoredTensor] = {}
@@ -114,7 +115,7 @@ def load_eagle3(
         )
         with torch.inference_mode():
             draft = Eagle3Model(loader, config, target, tensors)
-        # The second map of tokens follows from the first.
+        # d2t is read without the loader, and t2d follows from d2t.
         loader.ignore("d2t", "t2d")
         loader.finish()
     except ModelError as error:

@@ -1,9 +1,9 @@
 """Multi-token prediction (MTP): a layer that ships with a model and drafts for it.
 
-DeepSeek-V3's report (arXiv 2412.19437) describes the layer. Two details are not in the
-report, and serving systems have settled them by measured acceptance. The states of the
-target are read after its final norm. The states that the layer makes for its next row
-are read after the layer's output norm.
+DeepSeek-V3's report (arXiv 2412.19437) describes the layer, but leaves two details
+open. Serving systems have settled these details by measuring the acceptance of drafts.
+The target's states are read after the target's final norm. The states that the MTP
+layer produces for its next row are read after the MTP layer's output norm.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from model.vocabulary import Embedding, load_share, make_head
 from model.weights import WeightLoader
 
 _EMBEDDINGS: Final = ("model.embed_tokens.weight",)
-# A model with a tied head may have none in its files.
+# The files of a model with a tied head may have no head; its embedding is used instead.
 _HEADS: Final = ("lm_head.weight", *_EMBEDDINGS)
 
 
@@ -32,8 +32,7 @@ class MTPModel(DraftModel):
 
     Args:
         names: see `mtp_names`.
-        tensors: the tensors of the model's files; empty if weights are made from their
-            names.
+        tensors: the tensors of the model's files; empty for dummy weights.
     """
 
     def __init__(
@@ -93,12 +92,15 @@ class MTPModel(DraftModel):
 def _has_own_table(
     tensors: Mapping[str, StoredTensor], name: str | None, model_tables: Sequence[str]
 ) -> bool:
-    """Returns whether files hold an embedding or head that is no copy of the model's.
+    """Returns whether the MTP layer's embedding or head differs from the model's.
+
+    Returns False if the files hold no separate matrix for the MTP layer.
 
     Args:
-        name: of the MTP layer's matrix, without ".weight"; None: files hold none.
-        model_tables: possible names of the model's matrix; the first one in the files
-            counts.
+        name: name of the MTP layer's matrix, without ".weight"; None: the files have no
+            such matrix.
+        model_tables: possible names of the model's matrix. The first name that the
+            files contain is used.
     """
     embedding_table = tensors.get(f"{name}.weight")
     if embedding_table is None:

@@ -1,6 +1,7 @@
 """The names of the weights of multi-token prediction (MTP) layers.
 
-A checkpoint may ship such a layer with its model. The file does not import torch.
+A checkpoint may contain an MTP layer in addition to its model. This file does not
+import torch.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ class MTPNames(NamedTuple):
     Attributes:
         token_norm: norm of the embedding of the next token.
         state_norm: norm of the state.
-        projection: maps the normed embedding and the normed state, in this order, to
-            the input of the layer.
+        projection: maps the normalized embedding and the normalized state, in this
+            order, to the input of the layer.
         layer: prefix of the decoder layer.
         norm: norm of the output, before the head.
-        embedding, head: copies of the model's embedding and head, which files may hold.
-            None: files hold no copies.
+        embedding, head: the MTP layer's own embedding and head, usually copies of the
+            model's. None: files with these names have no such matrices.
     """
 
     token_norm: str
@@ -52,7 +53,7 @@ _QWEN: Final = MTPNames(
 def _nextn_names(config: ModelConfig) -> MTPNames:
     """Returns the names that DeepSeek-V3 and GLM-4.5 use.
 
-    The MTP layer follows the model's last layer.
+    In the files, the MTP layer has the index after that of the model's last layer.
     """
     prefix = f"model.layers.{config.num_layers}"
     return MTPNames(
@@ -72,8 +73,8 @@ def mtp_names(config: ModelConfig, stored_names: Container[str] | None) -> MTPNa
     Further MTP layers are not used: the first one proposes all tokens.
 
     Args:
-        stored_names: the names of the weights in the model's files; None: the weights
-            are made from their names.
+        stored_names: the names of the weights in the model's files; None for dummy
+            weights.
 
     Raises:
         ModelLoadError: the model has no MTP layer.
@@ -100,10 +101,10 @@ def mtp_names(config: ModelConfig, stored_names: Container[str] | None) -> MTPNa
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config of a model's MTP layer, as of a model with this layer only.
+    """Returns a config that describes the MTP layer as a model with one layer.
 
-    The layer attends to all tokens. In a model with a mixture of experts, it has
-    experts.
+    The layer has no attention window. In a model with a mixture of experts, the MTP
+    layer has experts.
     """
     moe = config.moe
     if moe is not None:

@@ -1,7 +1,7 @@
 """The memory of drafters, which follows from their configs.
 
 This file does not import torch. As in `model/sizes.py`, only matrices are counted. The
-KV of a drafter is that of a model with the drafter's config.
+KV of a drafter is as large as the KV of a model with the drafter's config.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from model.drafters.eagle3_config import Eagle3Config
 from model.drafters.mtp_weights import mtp_config
 from model.sizes import MatrixGroup, bits_per_element, implied_weights
 
-# The projections of attention. In an EAGLE-3 drafter, they have twice as many columns:
-# one half is for embeddings, the other one for states.
+# The input projections of attention. In an EAGLE-3 drafter, these projections have
+# twice as many columns: one half is for embeddings, the other half for states.
 _ATTENTION_INPUTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
@@ -21,13 +21,13 @@ def mtp_weight_bytes(
 ) -> int:
     """Returns the bytes of the matrices of a model's MTP layer.
 
-    The embedding and the head are those of the model and not counted. See
-    `bits_per_element` for the arguments.
+    The embedding and the head belong to the model and are not counted. See
+    `bits_per_element` for the other arguments.
 
     Args:
         config: the config of the model.
     """
-    # the projection of the inputs
+    # The projection of the concatenated embedding and state.
     bits: float = 8 * itemsize * 2 * config.hidden_size**2
     for group in _layer_groups(mtp_config(config)):
         bits += group.elements * bits_per_element(
@@ -42,8 +42,8 @@ def eagle3_weight_bytes(
     """Returns the bytes of the matrices of an EAGLE-3 drafter.
 
     Args:
-        has_embedding: whether the drafter has an embedding of its own, instead of that
-            of its target.
+        has_embedding: whether the drafter has its own embedding, instead of using the
+            target's.
     """
     model = config.model
     num_rows = config.captured_size + config.draft_vocab_size

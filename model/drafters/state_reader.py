@@ -1,6 +1,7 @@
-"""Runs a drafter that reads hidden states behind the interface of a model.
+"""An adapter that gives a drafter the interface of a model.
 
-The rows of a step get their states from a table of this rank; see StateTableSizes.
+The drafter reads hidden states. The adapter gets the states of a step's rows from a
+table on this rank; see StateTableSizes.
 """
 
 import torch
@@ -17,8 +18,8 @@ from model.parallel import Parallel
 class StateReader:
     """Implements decoder.StepModel with a drafter.
 
-    A step reads the states that `load` has gathered, from a buffer with a fixed
-    address. So the step can be captured as a CUDA graph.
+    `load` gathers the states of a step in a buffer with a fixed address, from which the
+    step reads them. So the step can be captured as a CUDA graph.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class StateReader:
         self.draft = draft
         self.sizes = sizes
         width = draft.config.hidden_size
-        # Zeros, so that no step reads uninitialised memory.
+        # Zeros, so that no step reads uninitialized memory.
         self._table = torch.zeros(sizes.num_rows, width, dtype=dtype, device=device)
         self._inputs = torch.zeros(sizes.max_tokens, width, dtype=dtype, device=device)
 
@@ -45,11 +46,12 @@ class StateReader:
         return self.draft.attention_spec
 
     def store(self, captured: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Stores the states of a step of the target.
+        """Stores the states of the target's latest step in the table.
 
         Args:
             captured: [T, ...], see StateCapture.
-            rows, slots: int64 [N], the rows of `captured` that go to slots.
+            rows, slots: int64 [N]. Row rows[i] is also copied to slot slots[i], where
+                it stays for later steps.
         """
         states = self.draft.combine(captured)
         first = self.sizes.first_token
@@ -92,15 +94,15 @@ class StateReader:
     def new_capture(
         self, layers: tuple[int, ...], num_tokens: int
     ) -> StateCapture | None:
-        """Returns None: no drafter reads states of this drafter."""
+        """Returns None, because no drafter reads the states of another drafter."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.raw_logits(hidden).float()
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of the rows that draw. Stores the rows in the table, as
-        states for the next step."""
+        """Returns the logits of `hidden`, the rows that draw a token. Stores these rows
+        in the table, as states for the next step."""
         first = self.sizes.first_output
         self._table[first : first + len(hidden)] = hidden
         return self.draft.raw_logits(hidden)

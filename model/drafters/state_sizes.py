@@ -1,4 +1,4 @@
-"""The table of hidden states that each rank has for a drafter.
+"""Sizes of the table in which each rank stores hidden states for a drafter.
 
 This file does not import torch. The engine on rank 0 decides which row of the table
 belongs to which row of a step.
@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StateTableSizes:
-    """The rows of the table, in this order.
+    """Numbers of rows in the three parts of the table, in the order of the parts.
 
     Attributes:
-        num_slots: states of the target that later steps need.
-        max_outputs: the outputs of the latest step of the drafter, by draw.
-        max_tokens: the states of the latest step of the target, by token.
+        num_slots: rows for states of the target that later steps need.
+        max_outputs: rows for the outputs of the drafter's latest step, one for each
+            token that the step draws.
+        max_tokens: rows for the states of the target's latest step, one for each token
+            of that step.
     """
 
     num_slots: int

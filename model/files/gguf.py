@@ -47,7 +47,8 @@ _TOP_TENSORS: Final = {
 _LAYER_NAME: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 
-# Both tokens may end a turn of Llama 3. A file has a key for only one of the two.
+# Each of these two tokens may end a turn of Llama 3. A file has a key for only one of
+# them.
 _END_OF_TURN_TOKENS: Final = ("<|eot_id|>", "<|eom_id|>")
 Array = npt.NDArray[Any]
 
@@ -155,7 +156,7 @@ class _Fields:
         return field.contents()
 
     def unknown_tokens(self) -> dict[str, int]:
-        """Returns the keys with the id of a token that is not in the vocabulary."""
+        """Returns the keys with a token id outside the vocabulary, and these ids."""
         return {
             key: field.contents()
             for key, field in self._fields.items()
@@ -168,7 +169,7 @@ class _Fields:
         return 0 <= int(self._fields[key].contents()) < self._num_tokens
 
     def get_required(self, key: str, default: Any = None) -> Any:
-        """Returns the value of `key` within the keys of the file's architecture.
+        """Returns the value of `key`, prefixed with the file's architecture.
 
         Raises:
             ModelLoadError: the file has no such key, and there is no default.
@@ -252,11 +253,11 @@ def _rope(fields: _Fields, head_dim: int, rope_factors: Array | None) -> dict[st
 def _llama3_rope(theta: float, head_dim: int, rope_factors: Array) -> dict[str, Any]:
     """Returns the parameters of the llama3 rope that has these factors.
 
-    GGUF stores the factors, but not the parameters that they are computed from. All
+    GGUF stores the factors, but not the parameters from which they are computed. All
     released models have the same parameters, except for `factor`.
 
     Raises:
-        UnsupportedModel: no `factor` gives these factors.
+        UnsupportedModel: the other parameters differ from those of released models.
     """
     factor = float(rope_factors.max())
     low_freq_factor = 1.0
@@ -328,10 +329,10 @@ def _values(tensor: Any, permuted_heads: int) -> Array:
 
 
 def _unpermute(values: Array, num_heads: int) -> Array:
-    """Restores the order in which transformers has the rows of q or k.
+    """Restores the order of the rows of q or k that transformers expects.
 
     transformers rotates the halves of a head against each other, and llama.cpp rotates
-    neighbouring elements. For this, llama.cpp's converter has reordered the rows.
+    neighboring elements. llama.cpp's converter has therefore reordered the rows.
     """
     pairs = values.reshape(
         num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:]

@@ -1,4 +1,4 @@
-"""Conversion of the tokenizer in a GGUF file to the files of Hugging Face."""
+"""Conversion of the tokenizer in a GGUF file to Hugging Face tokenizer files."""
 
 import json
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def write_tokenizer(target: Path, get: _Get, max_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json.
 
     Args:
-        get: returns the value of a key, or a default.
+        get: returns the value of a key of the GGUF file, or a default.
     """
     kind = get("tokenizer.ggml.model", None)
     tokens = [str(token) for token in get("tokenizer.ggml.tokens", [])]

@@ -18,13 +18,13 @@ from model.errors import ModelLoadError
 from model.files.safetensors_files import StoredTensor, read_headers
 from protocol.short_repr import short_repr
 
-# Names of the scales of keys and of values, after the prefix
-# `model.layers.N.self_attn.`. The scale of MLA's latent has a name of a keys' scale.
+# Possible names of the scales of keys and of values, after the prefix
+# `model.layers.N.self_attn.`. MLA's latents use the names for keys.
 _KV_SCALE_NAMES: Final = (
     ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
     ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
 )
-# Scales that only attention computed in FP8 needs, which Baton does not implement.
+# Scales for attention that is computed in FP8, which Baton does not implement.
 _UNUSED_SCALE_NAMES: Final = (
     "q_scale",
     "attn.q_scale",
@@ -35,7 +35,7 @@ _UNUSED_SCALE_NAMES: Final = (
 _KV_SCALE_SUFFIXES: Final = tuple(
     f"self_attn.{name}" for names in _KV_SCALE_NAMES for name in names
 )
-# Suffixes of the names of scales, which a model does not load as weights.
+# Suffixes of the names of all KV and attention scales, which no model loads as weights.
 SUFFIXES: Final = (
     *_KV_SCALE_SUFFIXES,
     *(f"self_attn.{name}" for name in _UNUSED_SCALE_NAMES),

@@ -20,12 +20,12 @@ _SINGLE_FILE: Final = "model.safetensors"
 # Bytes that are compared at a time.
 _COMPARED_BYTES: Final = 1 << 24
 _LFS_POINTER_START: Final = b"version "
-# In a model that accepts images, the names of the text part have this prefix.
+# In a model that accepts images, the names of the text part's tensors have this prefix.
 _TEXT_PREFIX: Final = r"^(model\.)?language_model\."
 
 
 class StoredTensor(NamedTuple):
-    """The place of a tensor: the bytes [start, stop) of a safetensors file."""
+    """The location of a tensor: the bytes [start, stop) of a safetensors file."""
 
     path: Path
     dtype: str  # the name of the data type in the file, such as "BF16"

@@ -79,10 +79,10 @@ def _choose(  # type: ignore[no-untyped-def]
         score = score / tl.sum(score, 0)
     choice = score + bias
     if correction is None and GROUPS == 1 and not SIGMOID:
-        # Logits have the order of the scores, but small scores may round to equal
-        # numbers.
+        # Experts are chosen by logits, because small scores may round to equal numbers.
+        # Logits and scores have the same order.
         choice = logit
-    # NaN becomes the largest value.
+    # NaN is treated as the largest value.
     choice = tl.where(choice == choice, choice, float("inf"))
     choice = tl.where(is_expert, choice, float("-inf"))
     if GROUPS > 1:
@@ -117,7 +117,8 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Chooses experts by float32 logits [T, experts]. See Router.choose.
 
-    NaNs are chosen first. Of equal logits, the first are chosen.
+    Experts with NaN are chosen first. Of experts with equal values, those with lower
+    ids are chosen first.
 
     Args:
         correction: float32 [experts], which is added to the scores for the choice only.

@@ -1,8 +1,8 @@
 """Triton kernels for a mixture of experts in 16 bits: sorting, grouped products, sums.
 
-No kernel adds by atomics, so the same input gives the same sums. Each kernel begins
-while its predecessor ends. The kernels for the choice of experts and for a single token
-are exported from here, too.
+No kernel uses atomic additions, so the same input always gives the same sums. Each
+kernel begins while the previous kernel ends. This module also exports the kernels that
+choose experts (choice.py) and those for a single token (one_token.py).
 """
 
 import math
@@ -32,7 +32,8 @@ __all__ = [
 def _sort(chosen, order, ends, pairs, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sorts pairs of a token and a chosen expert by their experts.
 
-    A program finds the pairs of one expert, and counts those of the experts before it.
+    Each program finds the pairs of one expert, and counts the pairs of all experts with
+    lower ids.
     """
     expert = tl.program_id(0)
     none = 1 << 30
@@ -75,9 +76,10 @@ def _grouped(  # type: ignore[no-untyped-def]
     """Multiplies the rows of each expert by its matrix.
 
     GATED: the rows of x are tokens, and the rows of the result are sorted by expert.
-    Otherwise the rows of x are sorted, and the rows of the result are pairs.
+    Otherwise the rows of x are sorted by expert, and the rows of the result have the
+    order of the pairs of token and expert.
     SWAPPED: the matrix is the left operand. Tiles of the left operand must have at
-    least 64 rows.
+    least 64 rows, so x is not the left operand if it has few rows.
     """
     across = tl.cdiv(num_out, COLUMNS)
     column = tl.program_id(0) % across * COLUMNS
@@ -117,11 +119,11 @@ def _grouped(  # type: ignore[no-untyped-def]
 
 _grouped_kernel: Any = triton.jit(_grouped)
 
-# Each item has the largest mean number of rows of an expert for which the item is used,
-# the tile of the gated product, and the tile of the product after it. A tile has rows
-# of x, columns of the result, elements of a row that are multiplied at a time, SWAPPED,
-# warps and stages. These tiles were the fastest on an H200, with 128 experts of width
-# 768 in a model of hidden size 2,048.
+# Each item is used up to a mean number of rows per expert, which is its first element.
+# The second element is the tile of the gated product and the tile of the down product.
+# A tile consists of: rows of x, columns of the result, elements of a row that are
+# multiplied at a time, SWAPPED, warps, and stages. These tiles were the fastest on an
+# H200, with 128 experts of width 768 in a model of hidden size 2,048.
 TILES: Final = (
     (8, ((16, 64, 128, True, 4, 3), (16, 128, 64, True, 4, 4))),
     (32, ((32, 64, 128, True, 4, 3), (32, 128, 64, True, 4, 4))),
@@ -133,7 +135,8 @@ TILES: Final = (
 def is_supported(gate_up: Tensor, down: Tensor) -> bool:
     """Returns whether `mixture` accepts the weights, which are on a GPU.
 
-    The number of columns of each weight must be a multiple of the depths of all tiles.
+    The GPU must be of the Hopper generation, and the weights must be contiguous. Their
+    numbers of columns must be multiples of the depths of all tiles.
     """
     is_hopper = torch.cuda.get_device_capability(down.device)[0] == 9
     fits_tiles = gate_up.shape[2] % 128 == down.shape[2] % 64 == 0
@@ -160,7 +163,7 @@ def _combine(  # type: ignore[no-untyped-def]
     inside = column < WIDTH
     let_next_begin_and_wait()
     result = tl.zeros((COLUMNS,), tl.float32)
-    # One slot after the other: no sum is taken over threads.
+    # Slots are added one after the other, so no sum spans several threads.
     for slot in tl.static_range(NUM_CHOSEN):
         pair = token * NUM_CHOSEN + slot
         is_here = tl.load(chosen + pair) < num_experts

@@ -6,8 +6,8 @@ and the gate or the residual after it, are computed in the same kernel.
 
 A program keeps some columns of the result, for all rows, in registers. It reads its
 rows of the matrix through shared memory, several tiles ahead of the tensor cores. The
-matrix is their left operand, because it has more rows than x. A row's sums do not
-depend on the other rows or on their number.
+matrix is the left operand of the tensor cores, because it has more rows than x. The
+sums of a row do not depend on the other rows of x or on their number.
 """
 
 import functools
@@ -27,11 +27,13 @@ MAX_ROWS: Final = 16
 # The smallest tile of the matrix.
 _MIN_COLUMNS: Final = 16
 _MIN_DEPTH: Final = 64
-# Tiles become smaller until there are as many programs.
+# Tiles are made smaller until a product has at least this many programs.
 _MIN_PROGRAMS: Final = 64
-# Limit of the numbers of programs that share their columns with other programs.
+# Maximum number of column tiles of a product if several programs share each tile. Each
+# tile needs a counter.
 _MAX_COUNTERS: Final = 1024
-# A matrix with more rows is the head of a model, which cuBLAS multiplies as fast.
+# A matrix with more rows is assumed to be the head of a model. For heads, cuBLAS is as
+# fast as this kernel.
 _MAX_MATRIX_ROWS: Final = 1 << 16
 _PREFETCH_PTX: Final = "cp.async.bulk.prefetch.L2.global [$1], {}; mov.u32 $0, 0;"
 
@@ -97,8 +99,8 @@ _sum_of_parts: Any = triton.jit(_sum_parts)
 def _store_part(  # type: ignore[no-untyped-def]
     at, counters, sums, exists, size, SPLIT: tl.constexpr
 ):
-    """Stores the partial sums of a program. Returns whether it is the last of those
-    that share its columns."""
+    """Stores the partial sums of this program. Returns whether this program is the last
+    of the SPLIT programs that share its columns."""
     tl.store(at + tl.program_id(1) * size, sums, mask=exists)
     tl.debug_barrier()
     counter = counters + tl.program_id(0)
@@ -115,7 +117,10 @@ def _norm_and_gate(  # type: ignore[no-untyped-def]
     sums, up_sums, squares, eps, WIDTH: tl.constexpr, NORM: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """Divides products by the sizes of their rows, and applies the gate."""
+    """Divides products by the root mean squares of the rows of x, and applies the gate.
+
+    Each operation is optional: see NORM and GATED.
+    """
     if NORM:
         factors = 1 / tl.sqrt(tl.sum(squares, 1) / WIDTH + eps)
         sums *= factors[None, :]
@@ -211,7 +216,8 @@ def has_kernel(weight: Tensor, *, gated: bool = False) -> bool:
 def tile_for(num_out: int, width: int, *, gated: bool, normed: bool) -> Tile:
     """Returns the tile for a result of `num_out` columns.
 
-    It does not depend on the number of rows, so that a row's sums do not either.
+    The tile does not depend on the number of rows of x, so the sums of a row do not
+    depend on that number either.
     """
     if gated:
         kind = "gated"
@@ -261,15 +267,15 @@ def few_rows(
         gated: the first half of the weight is a gate. The result [T, out / 2] is
             silu(first half of the product) * (second half of the product).
         residual: [T, out], contiguous, to which the product is added in place.
-        tile: None: the tile for this matrix. A tile that splits the width allows no
+        tile: None: the result of `tile_for`. A tile that splits the width allows no
             norm and no gate.
 
     Returns:
         [T, out]: the residual if given, else a new tensor.
     """
     if norm is not None and x.dtype == torch.float16:
-        # The kernel multiplies by the weight of the norm before it divides by the
-        # row's size, which may overflow float16.
+        # The kernel multiplies by the norm's weight before it divides by the row's root
+        # mean square. The product may overflow float16.
         x = rms_norm(x, norm, eps)
         norm = None
     if x.stride(1) != 1:

@@ -1,8 +1,9 @@
 """Triton kernels for a mixture of experts in MXFP4.
 
 Codes become bfloat16 numbers in registers, scaled exactly by powers of two, and are
-multiplied by tensor cores. Only the products of the first matrices and the result are
-rounded to 16 bits. No kernel adds by atomics, so the same input gives the same sums.
+multiplied by tensor cores. Only the gated products, the products with the down
+matrices, and the result are rounded to 16 bits. No kernel uses atomic additions, so the
+same input always gives the same sums.
 """
 
 import math
@@ -22,10 +23,11 @@ from model.quantization.packed_fp4 import PackedFP4
 def _word_ptx() -> str:
     """Returns PTX code that converts a word of eight codes to bfloat16 numbers, scaled.
 
-    Each step makes a register of two numbers: a sign in bit 15 of each half, the end of
-    the exponent in bits 8 and 7, and the begin of the mantissa in bit 6. See `pack` for
-    the places of these bits in the word. These numbers are too small by 2^126. The
-    factor by which they are then multiplied makes up for this.
+    Each step makes a register of two numbers. In each half of the register, the sign is
+    in bit 15, the lowest bits of the exponent are in bits 8 and 7, and the highest bit
+    of the mantissa is in bit 6. `packed_fp4.pack` describes where the word has these
+    bits. The numbers are too small by a factor of 2^126. The scale, by which the
+    numbers are then multiplied, includes a correction of this factor.
     """
     selections = (
         "and.b32 s, $8, 0x81C081C0;",
@@ -49,14 +51,14 @@ _PTX: Final = _word_ptx()
 
 
 def _convert_words(words, factors, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Converts words of codes [rows, chunks, 4, 2] to numbers [rows, 64 chunks].
+    """Converts words of codes [rows, chunks, 4, 2] to numbers [rows, 64 * chunks].
 
     Args:
-        words: int32, the words of a row in the order that `pack` describes.
+        words: int32, the words of a row in the order that `packed_fp4.pack` describes.
         factors: int32 [rows, chunks, 1, 2], each twice the same bfloat16 number.
     """
     shape: tl.constexpr = words.shape
-    # The numbers of the outputs are half, upper, b.
+    # The three bits of an output's number are half, upper and b; see `packed_fp4.pack`.
     n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
         PTX,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
@@ -78,7 +80,10 @@ _converted_words: Any = triton.jit(_convert_words)
 def _gate_and_up(  # type: ignore[no-untyped-def]
     sums, alpha, limit, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr
 ):
-    """Returns activation(first COLUMNS rows of sums) * (the other rows of sums)."""
+    """Returns activation(first COLUMNS rows of sums) * (the other rows of sums).
+
+    With CLAMPED, computes the clamped SwiGLU of MoEConfig instead.
+    """
     gate, up = tl.split(tl.permute(tl.reshape(sums, (2, COLUMNS, ROWS)), (1, 2, 0)))
     if CLAMPED:
         gate = tl.minimum(gate, limit)
@@ -100,7 +105,10 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies the rows from `first` to `last` by `column` of an expert's matrix."""
+    """Computes the columns `column` of the product of rows with an expert's matrix.
+
+    The rows are [first, last) in the order of the experts.
+    """
     row = first + tl.arange(0, ROWS)
     inside = row < last
     # Rows after the expert's last row are replaced by that row, and are not stored.
@@ -109,7 +117,7 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     source = pair // NUM_CHOSEN if GATED else row
     HALVES: tl.constexpr = 2 if GATED else 1
     HEIGHT: tl.constexpr = HALVES * COLUMNS
-    # Matrix rows of the program: columns of the gate, then those of the up half.
+    # The program's rows of the matrix: its columns of the gate, then of the up half.
     half = tl.arange(0, HALVES)[:, None] * num_out
     matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
     expert_row = expert.to(tl.int64) * (HALVES * num_out) + matrix_row
@@ -157,8 +165,9 @@ def _grouped_fp4(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Multiplies the rows of each expert by its matrix.
 
-    GATED: rows of x are tokens, and rows of the result are sorted by expert. Otherwise
-    rows of x are sorted, and rows of the result are pairs of a token and an expert.
+    GATED: the rows of x are tokens, and the rows of the result are sorted by expert.
+    Otherwise the rows of x are sorted by expert, and the rows of the result have the
+    order of the pairs of token and expert.
     """
     across = tl.cdiv(num_out, COLUMNS)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -208,7 +217,8 @@ class Tiles(NamedTuple):
     """The tiles of the gated product and of the product after it.
 
     Attributes:
-        max_rows: the tiles are for at most this mean number of rows of an expert.
+        max_rows: the largest mean number of rows per expert for which the tiles are
+            used.
     """
 
     max_rows: float
@@ -229,7 +239,7 @@ TILES: Final = (
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether the kernels run on a GPU in a data type."""
+    """Returns whether the kernels support this GPU and this data type."""
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     return is_hopper and dtype == torch.bfloat16
 

@@ -1,7 +1,8 @@
 """Triton kernels that send one token through its experts, in 16 bits or FP8.
 
-The first kernel computes the gated products, the second one the down projections and
-their sum. No kernel adds by atomics, so the same input gives the same sums.
+The first kernel computes the gated products, the second kernel the down projections and
+their sum. No kernel uses atomic additions, so the same input always gives the same
+sums.
 """
 
 from typing import Any, Final
@@ -31,7 +32,7 @@ def _fold_products(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Multiplies a tile by a row, and returns the sums of FOLD neighbouring products.
+    """Multiplies a tile by a row, and returns the sums of FOLD neighboring products.
 
     A thread loads FOLD columns of x at once, which are 16 bytes, and sums their
     products. If a row has several groups, the sums are multiplied by the scales of
@@ -181,7 +182,7 @@ _one_down_kernel: Any = triton.jit(_one_down)
 
 
 def _row_constants(weight: Weight, max_columns: int) -> dict[str, int]:
-    """Returns the constants for the rows of a weight. See _fold_products."""
+    """Returns the kernels' constants for the rows of a weight; see _fold_products."""
     width = weight.shape[2]
     group = 1
     groups = 0

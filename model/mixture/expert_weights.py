@@ -88,7 +88,7 @@ class _ExpertReader:
 
 
 class _SeparateExperts(_ExpertReader):
-    """Reads experts that are stored as separate weights for each expert."""
+    """Reads experts from files in which each expert has its own weights."""
 
     def gate_up(self, expert: int) -> Weight:
         gate, up, _ = _names_of_expert(self._prefix, self._mixture, expert)
@@ -157,7 +157,8 @@ class _StackedExperts(_ExpertReader):
     def biases(self, experts: range, names: tuple[str, str]) -> tuple[Tensor, Tensor]:
         """Returns the biases of gate_up and of down.
 
-        The bias of down is 0 unless this rank has the first columns.
+        On a rank without the first columns, the bias of down is 0, because the outputs
+        of the ranks are summed.
         """
         gate_up_name, down_name = names
         gate_up = self._loader.load(

@@ -14,8 +14,8 @@ from model.mixture.router import Router
 from model.quantization import products
 from model.quantization.quantized import Quantized, Weight, dequantised
 
-# Tokens that go through the experts at a time. Each token is copied for each of its
-# experts, so this bounds the memory of a step.
+# Maximum number of tokens that go through the experts at a time. Each token is copied
+# for each of its experts, so this limit bounds the memory of a step.
 _MAX_TOKENS = 4096
 SELF_TEST_TOKENS: Final = 24
 # The rows that a grouped product reads must be aligned.
@@ -26,8 +26,8 @@ class Experts:
     """Gated feed-forward layers. Each token goes through a few of them, and their
     outputs are summed with weights.
 
-    No shape depends on the routing and nothing waits for the device. On a GPU, steps of
-    any size can therefore be captured in a graph.
+    No shape depends on the routing, and the host never waits for the device. On a GPU,
+    steps of any size can therefore be captured in a graph.
 
     Args:
         gate_up: [experts, 2 width, hidden]: for each expert, all gate rows and then all
@@ -134,8 +134,8 @@ class Experts:
         )
 
     def _deviations(self, num_chosen: int) -> Tensor:
-        """Returns the relative errors of the kernels: of the grouped kernels with each
-        item of TILES, and of the kernels for one token."""
+        """Returns the relative errors of the grouped kernels, with each item of TILES,
+        and of the kernels for one token."""
         x, weights, experts = self.example(num_chosen)
         expected = self._sum_experts(x, weights, experts)
         pairs = []
@@ -178,7 +178,7 @@ class Experts:
         return x, weights, experts
 
     def add_one_token(self, x: Tensor, norm: RMSNorm, router: Router) -> Tensor:
-        """Norms one token, sends it through its experts, and adds the result to x.
+        """Normalizes one token, sends it through its experts, and adds the result to x.
 
         All experts must be on this rank, without biases.
         """
@@ -223,7 +223,7 @@ class Experts:
     def _sum_by_groups(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Multiplies by all experts in one product, over rows sorted by their experts.
 
-        Rows of another rank's experts come last, where no product writes.
+        Rows for experts of other ranks come last, and are not multiplied.
         """
         sorted_ids, order = self._local_ids(experts).flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_ids, self._ids, right=True, out_int32=True)
@@ -266,8 +266,8 @@ class Experts:
         return out
 
     def _local_ids(self, experts: Tensor) -> Tensor:
-        """Returns ids that number the experts of this rank from 0, and all others after
-        them."""
+        """Returns ids in which the experts of this rank have the numbers from 0 on, and
+        the experts of other ranks have higher numbers."""
         if self._has_all_experts:
             return experts
         return (experts - self._first) % self._num_experts

@@ -11,15 +11,16 @@ from model.quantization import packed_fp4
 from model.quantization.packed_fp4 import PackedFP4
 from model.quantization.quantized import Quantized, Weight
 
-# Tokens that go through the experts at a time. The products of each token with each of
-# its experts are stored, so this bounds the memory of a step.
+# Maximum number of tokens that go through the experts at a time. The products of each
+# token with each of its experts are stored, so this limit bounds the memory of a step.
 _MAX_TOKENS: Final = 8192
-# Half of them go through the same experts. That is more than any `min_rows` of TILES.
+# Half of these tokens go through the same experts. Each of these experts then has more
+# rows than any `min_rows` of TILES.
 _SELF_TEST_TOKENS: Final = 320
 
 
 class PackedExperts:
-    """The same as `Experts`, with packed weights.
+    """Computes the same as `Experts`, with packed weights.
 
     Args:
         gate_up, down, first, total, biases, clamps: see `Experts`.
@@ -144,7 +145,7 @@ def make_experts(
     )
     is_usable = fused_ops.passes_self_test(
         kind,
-        "the kernels for experts in MXFP4: one %s; slower kernels compute them instead",
+        "a kernel for experts in MXFP4 %s; slower kernels are used instead",
         lambda: _deviations(packed, experts, num_chosen),
     )
     return packed if is_usable else experts

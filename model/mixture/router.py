@@ -12,9 +12,9 @@ from model.config import ModelConfig
 from model.weights import WeightLoader
 
 _SELF_TEST_TOKENS: Final = 24
-# Rounding decides between experts with nearly equal scores. The self-test therefore
-# allows another expert if its score differs by less than this number times the limit of
-# `fused_ops.passes_self_test`.
+# Rounding decides between experts with nearly equal scores. In the self-test, the
+# kernel may therefore choose another expert than torch. The scores of the two experts
+# must differ by less than this number times the limit of `fused_ops.passes_self_test`.
 _TIE_DIFFERENCE: Final = 1e-3
 # Added to sums of weights before a division, so that the divisor is not 0.
 _EPSILON: Final = 1e-20
@@ -89,8 +89,8 @@ class Router:
         if self._correction_bias is not None:
             choice = scores + self._correction_bias
         elif moe.scoring == "softmax" and moe.num_groups == 1:
-            # Logits have the order of the scores, but small scores may round to equal
-            # numbers.
+            # Logits are used, because small scores may round to equal numbers. Logits
+            # and scores have the same order.
             choice = logits
         if moe.num_groups > 1:
             choice = self._mask_other_groups(choice)
@@ -129,9 +129,10 @@ class Router:
     def _deviation(self) -> Tensor:
         """Returns how much the kernel deviates from `_choose_by_torch`.
 
-        The result sums the relative error of the weights and the difference of the
-        values by which experts were chosen. That difference is 0, except for ties that
-        rounding decides. All logits of a token differ.
+        The result is the sum of two errors. The first is the relative error of the
+        weights. The second is the difference between the scores of the experts that the
+        kernel and torch choose. This difference is 0, except for ties that rounding
+        decides. All test logits of a token differ.
         """
         num_experts = self._moe.num_experts
         generator = torch.Generator().manual_seed(0)

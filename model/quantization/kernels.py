@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.kernels.launch import PDL, wait
 from model.quantization.quantized import FP8, FP8_MAX, MIN_ROW_MAX, Kind, Quantized
 
-# Number of columns that are multiplied at a time.
+# Limits of the number of columns that are multiplied at a time.
 MIN_DEPTH: Final = 32
 MAX_DEPTH: Final = 128
 
@@ -26,10 +26,10 @@ class _Tile(NamedTuple):
 
     Attributes:
         max_rows: the tile is for products with at most this many rows of x.
-        rows: rows of x of a program.
-        columns: columns of the result of a program.
-        programs: if the tiles of a product give fewer programs than this number,
-            several programs split the columns of x for each tile.
+        rows: rows of x that a program multiplies.
+        columns: columns of the result that a program computes.
+        programs: if a product has fewer tiles than this number, several programs split
+            the columns of x for each tile.
     """
 
     max_rows: float
@@ -50,13 +50,13 @@ _MAX_SPLIT: Final = 16
 
 
 class _FloatFormat(NamedTuple):
-    """How codes that begin with a sign become 16-bit floats.
+    """How the kernels convert codes that begin with a sign to 16-bit floats.
 
     Attributes:
         shift: number of places by which the bits of the code are shifted to the right.
-        mask: the bits of the float that then come from the code, except the sign.
-        factor: the power of two by which the float is then multiplied, because it is
-            still too small; given as the bits of a 16-bit float.
+        mask: the bits of the float that the shifted code provides, except the sign.
+        factor: a power of two by which the float is finally multiplied, because the
+            float is too small; given as the bits of a 16-bit float.
     """
 
     shift: int
@@ -73,7 +73,7 @@ _FLOAT_FORMATS: Final = {
 
 
 class _IntFormat(NamedTuple):
-    """How int4 codes become 16-bit floats.
+    """How the kernels convert int4 codes to 16-bit floats.
 
     Attributes:
         offset: the number that is added to a code. The float of offset + code has the
@@ -97,8 +97,9 @@ _INT_FORMATS: Final = {
 def _ptx(kind: Kind, dtype: torch.dtype) -> str:
     """Returns PTX code that converts four bytes of codes to 16-bit floats, exactly.
 
-    If a byte holds two codes, the low ones come first. The conversion instructions of
-    GPUs are not used, because they take longer than reading the codes from memory.
+    If a byte holds two codes, the first outputs are the codes in the low halves. GPUs
+    have conversion instructions, but these take longer than reading the codes from
+    memory.
     """
     float_pair = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
     if kind == "int4":
@@ -237,8 +238,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = (column < num_out)[:, None] & (row < last)[None, :]
     place = row.to(tl.int64)[None, :] * num_out + column[:, None]
-    # Rows and columns beyond the last ones are replaced by the last ones, and are not
-    # stored.
+    # Rows and columns past the end read the last row or column, and are not stored.
     x_row = tl.minimum(row, last - 1).to(tl.int64)[None, :] * WIDTH
     weight_row = tl.minimum(column, num_out - 1) + expert * tl.cast(num_out, tl.int64)
     depth = tl.arange(0, DEPTH)
@@ -333,7 +333,8 @@ def multiply(
     experts = 0 if ends is None else len(ends)
     *_, num_out, width = weight.shape
     out = x.new_empty(num_rows, num_out) if residual is None else residual
-    # Rounded up to a power of two, so that few tiles are compiled.
+    # For experts, the number of rows is rounded up to a power of two, so that few tiles
+    # are compiled.
     mean_rows = triton.next_power_of_2(num_rows) // experts if experts else num_rows
     depth = depth_of(weight)
     tile = next(tile for tile in _TILES if mean_rows <= tile.max_rows)
@@ -388,7 +389,7 @@ def _scale_rows(  # type: ignore[no-untyped-def]
     Without `column_scales` the scale of a row is its largest absolute value / MAX, and
     is stored in `row_scales`.
     """
-    wait()  # this kernel begins while its predecessor ends
+    wait()  # this kernel begins while the previous kernel ends
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

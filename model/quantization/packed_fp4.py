@@ -2,8 +2,9 @@
 
 The kernels of `model.kernels.fp4_experts` multiply by 16-bit numbers, which each thread
 converts from codes. A thread of a tensor-core product needs four numbers of every 16
-columns. Here the codes of 64 columns that a thread needs are next to each other, so
-that it loads 8 bytes at once and exchanges nothing with other threads.
+columns. In the packed order, all codes that a thread needs from 64 columns are next to
+each other. So the thread loads 8 bytes at once and exchanges nothing with other
+threads.
 """
 
 from dataclasses import dataclass
@@ -16,19 +17,20 @@ from torch import Tensor
 from model.quantization.quantized import Quantized
 
 GROUP: Final = 32  # columns that share a scale
-CHUNK: Final = 64  # columns with codes that are reordered together
-# Rows of codes and scales are padded to a multiple of this many columns, which the
-# kernels multiply at a time.
+CHUNK: Final = 64  # columns; the codes of a chunk are reordered together
+# Rows of codes and scales are padded to a multiple of this many columns. A kernel
+# multiplies at most this many columns at a time.
 DEPTH: Final = 256
-# Scales of a row are padded to a multiple of this, so that each row is aligned.
+# The number of scales of a row is padded to a multiple of this, so that each row is
+# aligned.
 _SCALE_ALIGNMENT: Final = 16
-# The kernels compute 2^(scale - 1) as a bfloat16, which has no larger exponent.
+# The kernels compute 2^(scale - 1) as a bfloat16. Its largest power of two is 2^127.
 _MAX_SCALE: Final = 128
 
 
 @dataclass(frozen=True)
 class PackedFP4:
-    """Matrices [experts, out, in] of e2m1 codes; 32 columns share a power of two.
+    """Matrices [experts, out, in] of e2m1 codes; 32 columns share a scale.
 
     Attributes:
         words: int32 [experts, out, padded columns / 8], with eight codes each.
@@ -68,9 +70,9 @@ def pack(weight: Quantized) -> PackedFP4:
 
     The six bits of a column's index in its chunk are, from the highest to the lowest:
 
-        w      which of the two words of a thread has the code
-        half   which half of the 32 columns of this word
-        upper  which half of these 16 columns, which are multiplied at a time
+        w      the word: a thread has two words, each with the codes of 32 columns
+        half   which half of the 32 columns: 16 columns are multiplied at a time
+        upper  which half of the 16 columns
         t      the thread, two bits
         b      which of the two numbers of a register
 
@@ -101,11 +103,11 @@ def pack(weight: Quantized) -> PackedFP4:
 def _place_bits(code: Tensor, register: int) -> Tensor:
     """Returns the bits of codes at the places of b = 0 in a word; see `pack`.
 
-    A bfloat16 number needs the sign in bit 15 and the other bits in 8 to 6. The code of
-    register 0 is stored exactly there. That of register 1 is shifted right by 6, and
-    that of register 2 is rotated left by 6. So a kernel moves and masks all bits of
-    such a code at once. The code of register 3 takes the bits that are left. A kernel
-    moves it in two parts.
+    A bfloat16 number needs the code's sign in bit 15 and its other bits in bits 8 to 6.
+    The code of register 0 is stored in exactly these bits. The code of register 1 is
+    stored shifted right by 6, and the code of register 2 rotated left by 6. So a kernel
+    moves and masks all bits of such a code at once. The code of register 3 takes the
+    remaining bits of the word, and a kernel moves it in two parts.
     """
     sign = code >> 3
     exponent = code >> 1 & 3

@@ -1,6 +1,7 @@
 """Products with quantised weights.
 
-A kernel is used only if it passes a self-test against its definition on this device.
+A kernel is used only if it passes a self-test on this device, in which its results are
+compared with products of the dequantised weight.
 """
 
 import functools
@@ -16,13 +17,16 @@ from protocol.process.logging import get_logger
 
 _log = get_logger(__name__)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-# Scaled products are used from this number of rows on. Fewer rows stay in 16 bits: in 8
-# bits they would be at most 8 % faster, including their quantisation.
+# Scaled products (torch._scaled_mm of FP8 rows) are used from this number of rows on.
+# Fewer rows stay in 16 bits, because FP8 would be at most 8 % faster for them. This
+# comparison includes the time to quantise the rows.
 _MIN_SCALED_ROWS: Final = 9
-# From this number of rows on, the product scales each row itself. For fewer rows a
-# product with one scale for all rows is 1.2 to 1.8 times as fast.
+# From this number of rows on, torch._scaled_mm itself applies the scale of each row.
+# For fewer rows, torch._scaled_mm with one scale for all rows is 1.2 to 1.8 times as
+# fast, so another kernel applies the scales of the rows afterwards.
 _MIN_ROWS_SCALED_BY_ROW: Final = 129
-# Scaled products need weights with multiples of this number of rows and of columns.
+# In a scaled product, the numbers of rows and of columns of the weight must be
+# multiples of this number.
 _ALIGNMENT: Final = 16
 # Largest relative error in a self-test. Kernels round only the result, to a precision
 # of 8 bits or more. Scaled products also round the input, to a precision of 4 bits,
@@ -36,9 +40,10 @@ _SELF_TEST_OUT: Final = 80
 
 @functools.cache
 def _kernels() -> Any:
-    """Returns the module kernels.
+    """Returns the module model.quantization.kernels.
 
-    It is imported on first use, because only CUDA builds of torch come with Triton.
+    The module is imported on first use, because it needs Triton, which only CUDA builds
+    of torch have.
     """
     from model.quantization import kernels
 
@@ -49,7 +54,7 @@ class Variant(NamedTuple):
     """The properties of a weight that select the variant of a kernel.
 
     Some multiplication methods (see `_find_flaw`) also choose tiles by the weight's
-    width. Those are tested once per width.
+    width. These methods are tested once per width.
 
     Attributes:
         depth: number of columns that can be multiplied at a time.
@@ -69,7 +74,7 @@ class Variant(NamedTuple):
 def unsupported_reason(weight: Quantized) -> str | None:
     """Returns why no kernel can multiply by the weight on its device and in its dtype.
 
-    Returns None if a kernel can.
+    Returns None if a kernel can multiply by the weight.
     """
     if weight.device.type != "cuda" or weight.dtype not in _DTYPES:
         return f"no kernel for {weight.dtype} on {weight.device.type}"
@@ -202,8 +207,8 @@ def _multiply_scaled(
 def _find_flaw(method: str, variant: Variant, width: int = 0) -> str | None:
     """Runs the self-test of a method to multiply by weights of a variant.
 
-    If another method replaces this one, the flaw is logged here, once. Otherwise the
-    caller reports it.
+    If another method can replace this method, the flaw is logged here, once. Otherwise
+    the caller reports the flaw.
 
     Args:
         width: columns of the weight; 0: the method does not depend on the width.
@@ -242,13 +247,13 @@ def _deviation(method: str, weight: Quantized, rows: int) -> Tensor:
     x = F.rms_norm(x, width).to(weight.dtype)
     expected = 2 * F.linear(x.float(), weight.dequantise().float())
     if method == "kernel":
-        # The first product is not split, the second one may be.
+        # This tests products without and with a split of the columns of x.
         product = _kernels().multiply(weight, x, splits=False)
         product = _kernels().multiply(weight, x, residual=product)
     elif method == "kernel for experts":
         experts = weight.map_parts(lambda part: part.expand(4, -1, -1))
         experts = experts.to(x.device, x.dtype)
-        # The kernel chooses its tile by the mean number of rows.
+        # The kernel chooses its tile by the mean number of rows per expert.
         ends = torch.tensor([rows, rows, 3 * rows, count], dtype=torch.int32)
         product = 2 * multiply_groups(experts, x, ends.to(x.device))
     elif "scaled" in method:

@@ -1,4 +1,4 @@
-"""A quantised matrix: codes and the scales of groups, in one order for all file
+"""A quantised matrix: codes and scales, in an order that is the same for all file
 formats."""
 
 import math
@@ -13,9 +13,9 @@ Kind = Literal["fp8", "int4", "fp4"]
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = torch.finfo(FP8).max
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; bit 3 is the sign
-_MANTISSA_BITS: Final = 23  # of float32, before its exponent
+_MANTISSA_BITS: Final = 23  # of float32; the exponent is in the bits above
 _INT4_ZERO: Final = 8  # the zero point of int4 matrices that store no zero points
-# Lower bound of a row's largest absolute value, so that a row of zeros has a scale.
+# Lower bound of a row's largest absolute value, so that no row has a scale of 0.
 MIN_ROW_MAX: Final = 1e-12
 # Number of rows that are quantised at a time, which bounds the float32 scratch memory.
 _CHUNK_ROWS: Final = 4096
@@ -56,13 +56,13 @@ class Quantized:
 
     @property
     def parts(self) -> list[Tensor]:
-        """Codes, scales and zeros. The rows are the last but one dimension of each."""
+        """Codes, scales and zeros. Rows are the second to last dimension of each."""
         return [
             part for part in (self.codes, self.scales, self.zeros) if part is not None
         ]
 
     def with_parts(self, parts: Iterable[Tensor]) -> "Quantized":
-        """Returns a matrix with other `parts`."""
+        """Returns this matrix with other codes, scales and zeros; see `self.parts`."""
         codes, scales, *zeros = parts
         return replace(
             self, codes=codes, scales=scales, zeros=zeros[0] if zeros else None
@@ -78,7 +78,7 @@ class Quantized:
         return replace(moved, dtype=dtype)
 
     def columns(self, cols: range) -> "Quantized":
-        """Returns some columns. Groups that `cols` cuts are split into smaller ones.
+        """Returns some columns. Groups that `cols` cuts become several smaller groups.
 
         Raises:
             ValueError: `cols` cuts a byte that holds two columns.

@@ -32,7 +32,7 @@ _FP8_SUFFIXES: Final = (
     ".input_scale",
     ".activation_scale",
 )
-# This many bytes of a file are read ahead while the bytes before them are used.
+# A file is read ahead in parts of this size, while the preceding bytes are used.
 _READ_AHEAD_BYTES: Final = 1 << 28
 _CODES_PER_WORD: Final = 8  # codes of 4 bits in an int32
 MXFP4_GROUP: Final = 32  # columns of MXFP4 that share an exponent
@@ -50,7 +50,7 @@ _SUFFIXES: Final = {
     "awq": (".qweight", (".qzeros", ".scales")),
     "mxfp4": ("_blocks", ("_scales",)),
 }
-# Suffixes of tensors that hold the group of each column.
+# Suffixes of the names of tensors with the index of each column's group.
 _GROUP_INDEX_SUFFIXES: Final = (".weight_g_idx", ".g_idx")
 
 
@@ -103,9 +103,9 @@ class StoredWeights:
     ) -> Tensor:
         """Returns the given rows of a tensor.
 
-        If `cols` is given, the tensor is a matrix, and only these columns of the rows
-        are returned. The result is on the device of `upload`. On the CPU it stays
-        mapped from its file.
+        If `cols` is given, the tensor must be a matrix, and only these columns of the
+        rows are returned. The result is on the device of `upload`. On the CPU, the
+        result stays mapped from its file.
 
         Args:
             shape: the shape that the complete tensor must have.
@@ -231,7 +231,7 @@ class StoredWeights:
         if index is not None:
             default_index = torch.arange(width, device=index.device) // group
             if index.min() >= 0 and not torch.equal(index, default_index):
-                # The groups are not contiguous, so each column becomes a group.
+                # The groups are not contiguous, so each column becomes its own group.
                 group = 1
                 scales = scales[:, index]
                 zeros = None if zeros is None else zeros[:, index]
@@ -310,7 +310,8 @@ def map_tensor(
     """Maps a tensor from its file.
 
     Raises:
-        ModelLoadError: its data type is not one of `dtypes`, or its length is wrong.
+        ModelLoadError: the tensor's data type is not one of `dtypes`, or the number of
+            its bytes is wrong.
     """
     dtype = dtypes.get(stored.dtype)
     if dtype is None:
@@ -331,9 +332,9 @@ def map_tensor(
     return torch.from_numpy(stored.content()).view(dtype).view(stored.shape)
 
 
-@lru_cache(4096)  # one call for each part is enough
+@lru_cache(4096)  # each part needs to be requested only once
 def _read_ahead(path: Path, part: int) -> None:
-    """Requests that the kernel reads a part of a file into memory, without waiting."""
+    """Makes the operating system read a part of a file into memory, without waiting."""
     with path.open("rb") as file:
         os.posix_fadvise(
             file.fileno(),

@@ -1,1 +1,1 @@
-"""Batching and stepping: the engine core, its workers and the HTTP process."""
+"""The engine of a server: scheduling, steps, rank workers and the HTTP process."""

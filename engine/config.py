@@ -18,17 +18,18 @@ _UNLIMITED_STEP_S: Final = 1.0
 
 
 class EngineConfig(NodeOptions, KVOptions, ModelOptions):
-    """The server's options (fields have the options' names), and values that are
-    derived from the options before the rank processes start.
+    """The server's options, and values that are derived from the options before the
+    rank processes start. The field of an option has the option's name.
 
     Attributes:
-        incarnation: an id that is new at every start.
+        incarnation: an id that is new at every start of the engine.
         scales: scales of FP8 KV, by layer and component.
         threads: CPU threads of each rank; None for torch's default.
         rendezvous_file: path of a file through which the ranks' collectives connect.
-        store_port: with several nodes, the port on node 0 of the store through which
-            the collectives connect.
-        store_fd: the descriptor of the socket that listens there; only for rank 0.
+        store_port: with several nodes, the port of torch's TCPStore on node 0, through
+            which the collectives connect.
+        store_fd: the descriptor of the socket that listens on `store_port`; only for
+            rank 0.
         side_channel_host: the address that the lease server binds.
         side_channel_advertise: the address at which peers reach the lease server; empty
             if none is known.
@@ -39,8 +40,9 @@ class EngineConfig(NodeOptions, KVOptions, ModelOptions):
         frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"
     )
 
-    # The settings may leave these options open ("auto" or None). Here they have the
-    # values that apply. `transfer` "auto" means that each pull chooses its transport.
+    # In the settings, these options may be "auto" or None; in this class they have
+    # resolved values. Only `transfer` may still be "auto": each pull then chooses its
+    # transport.
     device: Device = "cpu"
     dtype: DType = "float32"
     max_num_batched_tokens: int = 2048
@@ -77,7 +79,7 @@ class EngineConfig(NodeOptions, KVOptions, ModelOptions):
     @property
     def max_step_proposals(self) -> int:
         """The largest number of proposed tokens that a step verifies. Without a
-        drafter, few requests have proposals: those with a prediction."""
+        drafter, it is small, because only requests with a prediction have proposals."""
         speculation = self.speculation
         if not speculation.kind:
             return speculation.max_proposals
@@ -85,12 +87,12 @@ class EngineConfig(NodeOptions, KVOptions, ModelOptions):
 
     @property
     def max_step_rows(self) -> int:
-        """The largest number of rows of a step that each attend on their own: one for
-        each sequence that decodes, and one for each proposal."""
+        """The largest number of rows that a step computes as separate sequences: one
+        for each sequence that decodes, and one for each proposal."""
         return self.max_num_seqs + self.max_step_proposals
 
     def device_of(self, rank: int) -> int:
-        """Returns the number of the GPU of a rank on this node."""
+        """Returns the GPU number of a rank. The rank must be on this node."""
         return self.devices[rank - self.node_ranks.start]
 
     @property
@@ -100,7 +102,8 @@ class EngineConfig(NodeOptions, KVOptions, ModelOptions):
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens in one block of a block table, over all ranks that share tokens."""
+        """Tokens in one block of a block table, summed over the ranks that share the
+        tokens of a sequence."""
         return self.block_size * self.dcp
 
     @property
@@ -114,8 +117,8 @@ class EngineConfig(NodeOptions, KVOptions, ModelOptions):
         seconds = self.usual_itl_target_for(self.device)
         if seconds is None:
             return None
-        # On a CPU the target always applies, because a step of --max-num-batched-tokens
-        # may take seconds.
+        # On a CPU the target always applies, because a step with
+        # --max-num-batched-tokens tokens may take seconds.
         return StepTarget(seconds, only_in_pair=self.device != "cpu")
 
     @property

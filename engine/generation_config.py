@@ -1,4 +1,4 @@
-"""Reads generation_config.json: a model's defaults of request fields."""
+"""Reads generation_config.json, which has a model's defaults for request fields."""
 
 import json
 import logging
@@ -30,12 +30,12 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     """Reads the fields of generation_config.json that requests also have. Without the
     file, no field is set.
 
-    transformers accepts some values that no request may have. Such a value, or an
-    equivalent one, is used and logged.
+    transformers accepts some values that this server refuses in requests. Such a value
+    is used (or replaced by an equivalent value) and logged.
 
     Raises:
-        ModelLoadError: a value is wrong for requests and for transformers, or the file
-            is not a JSON object.
+        ModelLoadError: a value is invalid both in requests and for transformers, or the
+            file is not a JSON object.
     """
     path = folder / "generation_config.json"
     try:
@@ -64,8 +64,8 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _clamp_beyond_limits(values: dict[str, Any]) -> dict[str, float]:
-    """Returns replacements for the values that transformers accepts and that no request
-    may have."""
+    """Returns replacements, by field, for the values that transformers accepts and that
+    this server refuses in requests."""
     clamped: dict[str, float] = {}
     for name, value in values.items():
         if name not in _REQUEST_LIMITS or type(value) not in (int, float):

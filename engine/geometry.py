@@ -25,7 +25,7 @@ from protocol.settings.machine import free_host_bytes
 from protocol.settings.settings import EngineSettings
 
 _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# More than any GPU has. Each rank checks the actual memory of its GPU later.
+# More memory than any GPU has. Each rank checks the actual memory of its GPU later.
 _MAX_GPU_BYTES: Final = 2**41
 
 
@@ -51,8 +51,8 @@ def check_weights(
     config: EngineConfig, model: ModelConfig, free_bytes: int | None = None
 ) -> None:
     """Checks that the files have the weights that config.json describes, and that the
-    memory of this machine can hold the weights. With --device cuda, finds only weights
-    that no GPU can hold, because each rank checks its own GPU later.
+    memory of this machine can hold the weights. With --device cuda, only refuses
+    weights that are too large for any GPU, because each rank checks its GPU later.
 
     Args:
         free_bytes: for the CPU, the free memory of this machine or container; None to
@@ -87,8 +87,8 @@ def check_weights(
 
 
 def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
-    """Returns the number of elements of weights that take memory in addition to the
-    mapped files, and a fix that reduces this number."""
+    """Returns the number of weight elements that take memory in addition to the mapped
+    files, and the advice (for an error message) that reduces this number."""
     stored = stored_elements(Path(config.model_dir))
     mapped = sum(
         stored[name] for name, dtype in _STORED_DTYPES.items() if dtype == config.dtype
@@ -96,7 +96,7 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
     copied = stored.total() - mapped
     fix = "use --no-pack-weights"
     if model.quantization:
-        # Quantised weights are copied when they are dequantised. A stored element may
+        # Quantized weights are copied when they are dequantized. A stored element may
         # pack several weights, so the weights of the model are counted instead.
         copied = max(copied, weight_bytes(model, 1, keep_quantised=False) - mapped)
     if copied > mapped:
@@ -114,11 +114,13 @@ def _unmapped_elements(config: EngineConfig, model: ModelConfig) -> tuple[int, s
 
 
 def check_geometry(config: EngineConfig, model: ModelConfig) -> KVLayout:
-    """Checks the ranks and the lengths that the options request against the model.
-    Returns the layout of rank 0's smallest pool: one block and the null block.
+    """Checks that the model can be divided among the ranks, and that the model supports
+    --max-model-len. Returns the layout of the smallest possible pool of rank 0, which
+    has one block and the null block.
 
     Raises:
-        InvalidParallelism: `tp` ranks, in groups of `dcp`, cannot share the model.
+        InvalidParallelism: the model cannot be divided among `tp` ranks in groups of
+            `dcp` ranks.
         InvalidGeometry: --max-model-len exceeds the model's positions.
     """
     check_parallelism(model, config.tp, config.dcp, config.ep)
@@ -202,7 +204,7 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
 def attention_spec(
     config: EngineConfig, model: ModelConfig, num_q_heads: int
 ) -> AttentionSpec:
-    """What the attention backend of a rank must support.
+    """The features that the attention backend of a rank must support.
 
     Args:
         num_q_heads: number of query heads that the backend computes.

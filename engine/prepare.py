@@ -1,7 +1,7 @@
 """Derives the configuration of an engine from settings and model files, or reports why
 the engine cannot start.
 
-All checks that need no torch are made here, before any engine process starts.
+This module makes all checks that need no torch, before any engine process starts.
 """
 
 import logging
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
     """A checked configuration.
 
     Attributes:
-        defaults: the values of fields that a request omits.
+        defaults: the values of request fields that a client omits.
     """
 
     config: EngineConfig
@@ -91,7 +91,7 @@ def read_for_answers(prepared: Prepared) -> tuple[Tokenizer, str]:
     config = prepared.config
     folder = Path(config.model_dir)
     template = Path(config.chat_template) if config.chat_template else None
-    # The tokenizer comes first, so that its errors are reported early.
+    # The tokenizer is read first, so that errors in its files are reported early.
     tokenizer = Tokenizer(folder, template)
     warn_of_unknown_eos(tokenizer)
     model_fingerprint = fingerprint(
@@ -121,7 +121,7 @@ def warn_of_unknown_eos(tokenizer: Tokenizer) -> None:
 def engine_config(
     settings: EngineSettings, secret: bytes, model_dir: Path, model_config: ModelConfig
 ) -> EngineConfig:
-    """Makes the configuration, without checking it and without the scales of FP8 KV."""
+    """Makes the engine's configuration. Does not check it or set its `scales`."""
     device = str(settings.device)
     if device == "auto":
         device = "cuda" if has_gpu() else "cpu"
@@ -129,8 +129,8 @@ def engine_config(
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     elif dtype == "auto":
-        # The attention kernels and all matrix products of a GPU need a 16-bit type.
-        # Models in full precision and quantised models (GGUF) do not name such a type.
+        # On a GPU, the attention kernels and all matrix products need a 16-bit type.
+        # Models in full precision and quantized models (GGUF) name no 16-bit type.
         dtype = "float16" if model_config.dtype == "float16" else "bfloat16"
     ranks_per_node = settings.tp // settings.nnodes
     fields = type(settings).model_fields.keys() & EngineConfig.model_fields.keys()
@@ -154,8 +154,8 @@ def engine_config(
 
 
 def _request_defaults(settings: EngineSettings, model_dir: Path) -> GenerationConfig:
-    """Returns the defaults of request fields that replace OpenAI's defaults. Logs
-    them."""
+    """Returns and logs the model's defaults for request fields. They replace OpenAI's
+    defaults."""
     if settings.generation_config == "none":
         return GenerationConfig()
     defaults = read_generation_config(model_dir)

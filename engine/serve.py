@@ -1,5 +1,5 @@
 """The main program of a server: runs the engine's processes, and serves HTTP in front
-of them. If one side ends, the other side ends too.
+of them. If the engine or the HTTP server ends, the other one ends too.
 
     start: settings -> HTTP accepts -> model files -> rank processes -> EngineReady
            -> requests are served
@@ -46,10 +46,11 @@ from protocol.settings.settings import EngineSettings
 logger = logging.getLogger("baton.serve")
 
 _START_TIMEOUT_S = 600.0  # longest time without progress during an engine's start
-# Longest wait for a failed engine's processes to exit, because clients and logs get
-# the exit status as the reason.
+# Longest wait for the processes of a failed engine to exit. Their exit status is the
+# reason that clients and the log receive.
 _ENDING_TIMEOUT_S = 5.0
-# Longest wait of a drain for the KV store. On one host it pulls gigabytes per second.
+# Longest time that a drain waits for the host's KV store, which pulls gigabytes per
+# second.
 _STORE_TIMEOUT_S = 2.0
 # Exit status if a signal arrives during the shutdown; `baton up` uses the same status.
 _KILLED_STATUS = 130
@@ -85,7 +86,8 @@ def run_server(
         if any(
             thread.name.startswith(_RESOLVER_THREAD) for thread in threading.enumerate()
         ):
-            # Exit directly, because Python would wait for the thread of a download.
+            # Exit directly, because a normal exit waits until the thread has
+            # downloaded the model.
             lifecycle.exit_now(1)
         return 1
 
@@ -97,14 +99,14 @@ def _describe_failure(error: BaseException) -> str:
 
 
 class _Server:
-    """One server, on the running event loop.
+    """One server. It uses the event loop that runs when the object is made.
 
     Args:
         module: the module that each rank process runs.
 
     Attributes:
         failure: completes with the reason if the engine ends or hangs.
-        stop_requested: completes when the server is asked to shut down.
+        stop_requested: completes when a shutdown is requested.
     """
 
     def __init__(
@@ -128,10 +130,11 @@ class _Server:
         self.nodes = nodes_of(
             settings, self.secret, self._engine_ended, self._on_node_leaving
         )
-        # Another node or POST /drain may have asked for the shutdown before. A service
-        # manager then sends its own signal, which is not the second one.
+        # Whether this process has received SIGINT or SIGTERM. A shutdown requested by
+        # another node or by POST /drain does not count: a service manager may still
+        # send its first signal, which must not kill the processes.
         self._has_signal = False
-        # Whether the engine ends because the server has been drained.
+        # Whether the engine ends because the server has been drained, not by a failure.
         self._ends_in_order = False
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[str] = self.loop.create_future()
@@ -159,7 +162,7 @@ class _Server:
                     self.server.force_exit = True
                     await serving
         except START_ERRORS as error:
-            # The other nodes report the same reason.
+            # Also sends the reason to the other nodes, so that all nodes report it.
             reason = self.nodes.fail_here(_describe_failure(error))
             raise StartFailure(reason) from error
         except BaseException as error:
@@ -226,7 +229,7 @@ class _Server:
             # The tokenizer is read while the weights load, so that errors in its files
             # are reported early.
             tokenizer, fingerprint = await asyncio.to_thread(read_for_answers, prepared)
-            # In a thread, because this takes seconds with thousands of special tokens.
+            # This runs in a thread, because thousands of special tokens take seconds.
             await asyncio.to_thread(
                 api.set_model, tokenizer, fingerprint, prepared.defaults
             )
@@ -275,8 +278,9 @@ class _Server:
         raise StartFailure("stopped before it was ready")
 
     async def _serve(self, port: int, serving: asyncio.Future[None]) -> int:
-        """Serves requests from the moment the engine is ready, then shuts down in
-        order. Returns the exit status, or raises StartFailure if the engine failed.
+        """Serves requests until a shutdown is requested or the engine fails, then shuts
+        down in order. Called when the engine is ready. Returns the exit status, or
+        raises StartFailure if the engine failed.
 
         Args:
             serving: completes when the HTTP server has ended.
@@ -288,7 +292,8 @@ class _Server:
         gc.freeze()
         url = f"{self.api.access.certificate.scheme}://{self.settings.host}:{port}"
         logger.info("%s serves at %s", self.settings.role, url)
-        # Without a ready message, the engine has failed: `failure` follows.
+        # If the engine has sent no ready message, it has failed, and `failure`
+        # completes soon.
         geometry = client.ready.geometry if client.ready else {}
         lifecycle.report_ready(
             {"port": port, "side_channel_port": geometry.get("side_channel_port", 0)}
@@ -338,11 +343,12 @@ class _Server:
         self, serving: asyncio.Future[None], client: EngineClient, deadline_s: float
     ) -> None:
         """Waits until open requests have finished, decode servers have pulled the KV
-        that is leased to them, and the KV store has pulled what is offered to it. Stops
-        waiting when the engine fails or the deadline has passed."""
+        that is leased to them, and the KV store has pulled the KV that is offered to
+        it. Stops waiting when the engine fails or the deadline has passed."""
         timeout_s = max(0.0, deadline_s - self.loop.time())
         await _wait_for_first(serving, self.failure, timeout_s=timeout_s)
-        # The engine sends its statistics after the end of a request.
+        # The statistics that count a request's leases arrive after the end of the
+        # request.
         await asyncio.sleep(LEASES_POLL_INTERVAL_S)
         store_deadline_s = min(deadline_s, self.loop.time() + _STORE_TIMEOUT_S)
         while not self.failure.done():
@@ -354,13 +360,12 @@ class _Server:
             await asyncio.sleep(LEASES_POLL_INTERVAL_S)
 
     async def _watch_for_hang(self, client: EngineClient) -> None:
-        """Reports the engine as failed if its processes live but make no progress, for
-        example because a rank is stopped, or a GPU, a collective or the engine's exit
-        hangs.
+        """Reports the engine as failed if its processes live but make no progress. For
+        example, a rank is stopped, or a GPU, a collective or the engine's exit hangs.
 
         Open requests then get an error, and this process exits, so that its supervisor
-        can restart it. The silence is measured in checks instead of seconds: if this
-        process or the whole machine was stopped for a while, no checks were made.
+        can restart it. The silence of the engine is counted in checks, not in seconds,
+        because no checks are made while this process or the whole machine is stopped.
         """
         timeout_s = self.settings.hang_timeout_s
         interval_s = min(1.0, timeout_s / 4)

@@ -4,10 +4,10 @@ The scheduler's plan becomes flat arrays on the host, from which each rank deriv
 positions and slots. Rank 0 uses the arrays directly; the other ranks receive them as
 msgpack bytes.
 
-A sequence whose proposals are verified has a row of its own for its last token and for
-each proposal. To the ranks, these rows are decoding sequences that share a block table.
-Every layer stores the KV of all rows before any row attends, so each row sees the
-tokens of the rows before it.
+If the step verifies proposals for a sequence, the last token of the sequence and each
+proposal have one row each. The ranks compute these rows as separate decoding sequences
+that share a block table. Every layer stores the KV of all rows before any row attends,
+so each row sees the tokens of the rows before it.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -32,8 +32,8 @@ def _no_rows() -> Int32s:
 
 
 class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens of one sequence that need logprobs. The logprobs of targets[i]
-    follow from the hidden state of row first_row + i among the step's T rows.
+    """Prompt tokens of one sequence that need logprobs. The logprobs of targets[i] are
+    computed from the hidden state of row first_row + i among the step's T rows.
     """
 
     first_row: int
@@ -44,29 +44,32 @@ class ScoredRows(msgspec.Struct, frozen=True, array_like=True):
 @dataclass(frozen=True, eq=False)
 class StepInput:
     """A step that computes T tokens of S sequences, and draws R tokens at its end. Each
-    row of a verification counts as a sequence.
+    row of a verification counts as one of the S sequences.
 
     Attributes:
         token_ids: [T]; -1 - r stands for the token of draw r in the previously launched
-            step, which is still on the device.
+            step. The value of this token is still on the device.
         query_lens: [S] tokens to compute.
         context_lens: [S] tokens with KV after the step.
         block_tables: [S, max_blocks x groups], padded with the null block.
         sampled_sequences: [R] for each draw, the index in S of its sequence. If several
-            choices draw from one sequence, its index is repeated.
+            choices draw from one sequence, the sequence's index is repeated.
         sampling: [R] parameters of each draw, without logit_bias and grammar.
         logit_changes: the changes to the logits of the draws; None if no draw has a
             bias, penalties or banned tokens.
-        is_masked: whether some draw has a grammar. No token of the step is then drawn
-            before PendingStep.draw.
+        is_masked: whether a draw has a grammar. If so, all tokens of the step are drawn
+            by PendingStep.draw.
         scores: the prompt tokens that need logprobs.
-        is_draft: whether the draft model computes the step, instead of the model that
-            the engine serves. Block numbers are then those of the draft model's pool.
-        stored_rows, stored_slots: rows of the step whose hidden states a drafter needs
-            later, and where each rank stores them.
-        input_states: [T] rows of the table of states that a drafter reads (see
-            StateTableSizes). This and the following are empty in all other steps.
-        skipped_lens: [S] tokens of a sequence that its block table leaves out.
+        is_draft: whether a drafter computes the step, instead of the model that the
+            engine serves. Block numbers then refer to the drafter's pool.
+        stored_rows: rows of the step with hidden states that a drafter needs later.
+        stored_slots: for each of `stored_rows`, the slot in which each rank stores the
+            hidden state.
+        input_states: [T] for each token, the row of the state table that the drafter
+            reads (see StateTableSizes). Only steps of a drafter that reads hidden
+            states have input_states, skipped_lens and draw_positions.
+        skipped_lens: [S] number of tokens of each sequence that its block table leaves
+            out.
         draw_positions: [R] for each draw, the number of tokens before it.
     """
 
@@ -88,8 +91,8 @@ class StepInput:
 
     @property
     def num_before_draws(self) -> list[int]:
-        """For each draw, the number of tokens before it, [R]. It determines the noise
-        of the draw."""
+        """For each draw, the number of tokens before it, [R]. This number determines
+        the random noise of the draw."""
         positions = self.draw_positions
         if not len(positions):
             positions = self.context_lens[self.sampled_sequences]
@@ -115,8 +118,9 @@ class StepInput:
         return positions
 
     def attention_batch(self, block_size: int, num_groups: int = 1) -> AttentionBatch:
-        """The batch for the attention backend. Its block tables contain the blocks of
-        all KV groups in turn; its slots are those of the first group.
+        """The batch for the attention backend. For every block_size tokens, its block
+        tables have one block of each KV group, side by side (kvcache/groups.py). The
+        slots in `slot_mapping` belong to the first group.
         """
         positions = self.positions
         rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
@@ -152,8 +156,9 @@ class StepOutput:
 class StepFailed(Exception):
     """A step could not be launched, or its tokens could not be drawn.
 
-    The device still works, and no other rank has begun the step. The step, or a part of
-    it, may be launched again, which overwrites all KV that the failed step wrote.
+    The device still works, and no rank other than rank 0 has begun the step. The step,
+    or a part of it, may be launched again. The second launch overwrites all KV that the
+    failed step wrote.
     """
 
 
@@ -184,7 +189,8 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many launched steps may be unfinished when the next step is launched."""
+        """The number of launched steps that may be unfinished when the next step is
+        launched."""
 
     def launch(self, step: StepInput) -> PendingStep:
         """Launches a step.

@@ -11,16 +11,17 @@ from protocol.messages import HostTierReport, RemotePrefill
 
 
 class CoreServices(Protocol):
-    """The calls from a connector to the engine core. All except `wake` are made from
-    the core's own thread."""
+    """The methods of the engine core that a connector calls. All methods except `wake`
+    must be called from the core's thread."""
 
     scheduler: Scheduler
     speculator: Speculator
     grammars: CoreGrammars
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Gives the sequence to the scheduler, once its grammar is compiled. Must not
-        be called again until the sequence waits for neither of them any more."""
+        """Adds the sequence to the scheduler's queue, once its grammar is compiled.
+        Must not be called again while the sequence waits for its grammar or in the
+        queue."""
 
     def accept_first_tokens(self, sequence: Sequence) -> None:
         """Handles first tokens that another server has drawn. Called while the sequence
@@ -31,15 +32,15 @@ class CoreServices(Protocol):
         terminal event of the request."""
 
     def wake(self) -> None:
-        """Makes the core's loop run, if it sleeps. May be called from any thread."""
+        """Wakes the core's loop if it sleeps. May be called from any thread."""
 
 
 class KVConnector:
     """The hooks that make an engine a prefill or a decode engine.
 
-    A connector has its own threads for leases and pulls, but changes sequences and
-    blocks only inside the calls below, which all come from the core's thread. This base
-    class neither leases nor pulls.
+    A connector has its own threads for leases and pulls. It changes sequences and
+    blocks only in the methods below, which are all called from the core's thread. This
+    base class neither leases nor pulls.
     """
 
     def bind(self, core: CoreServices) -> None:
@@ -62,28 +63,27 @@ class KVConnector:
         finished on every rank."""
 
     def on_end(self, sequence: Sequence) -> None:
-        """Called when a request has ended, with all its choices."""
+        """Called when all choices of a request have ended."""
 
     def on_finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Called when a sequence ends because of its last token, or because it migrates
-        to another server, but not because of an abort or an error.
+        """Called when a sequence ends with its last token, or because it migrates to
+        another server. Not called after an abort or an error.
 
         The sequence still has its blocks. The connector may lease some of them; the
-        core releases the blocks of the sequence afterwards. Returns the
-        kv_transfer_params of the response, which refer to the leased blocks; None if no
-        blocks were leased.
+        core then releases the blocks of the sequence. Returns the kv_transfer_params of
+        the response, which refer to the leased blocks; None if no blocks were leased.
         """
         return None
 
     def on_abort(self, sequence: Sequence) -> bool:
-        """Called when a sequence ends by an abort or an error. Returns whether the
-        connector has taken over the RECEIVING blocks of the sequence. Otherwise the
-        core releases the sequence's blocks.
+        """Called when a sequence ends without `on_finish`, for example by an abort or
+        an error. Returns True if the connector has taken over the RECEIVING blocks of
+        the sequence. If it returns False, the core releases the sequence's blocks.
         """
         return False
 
     def on_abort_unknown(self, request_id: str) -> None:
-        """Called when a client aborts a request that has already ended here."""
+        """Called when a client aborts a request that has already ended in the core."""
 
     def on_release(self, remote: RemotePrefill) -> None:
         """Called with a reference to KV that no request is going to use, for example
@@ -101,4 +101,4 @@ class KVConnector:
         return None
 
     def close(self) -> None:
-        """Stops the connector's threads. No other call follows."""
+        """Stops the connector's threads. No method is called after this one."""

@@ -1,15 +1,15 @@
 """The engine core: receives requests, runs steps, and sends every token exactly once.
 
-It is one loop on one thread:
+The engine core is one loop on one thread:
 
     inputs (add, abort) -> connector.poll (events of pulls and leases) -> schedule
-    -> launch -> result of the step launched before -> tokens out -> ...
+    -> launch -> result of the previous step -> tokens out -> ...
 
 When nothing can be computed, the loop sleeps until a message arrives or another thread
 wakes it. Steps overlap as step_runner.py describes. If the next step may preempt a
 sequence, the loop first waits for the results of all launched steps.
 
-An exception that concerns one request ends that request alone. Every other exception
+An exception that concerns one request ends only that request. Every other exception
 (of the device, a collective, the accounting of blocks) ends the engine.
 """
 
@@ -208,8 +208,8 @@ class EngineCore(CoreServices):
             self.connector.on_abort_unknown(request_id)
 
     def _migrate(self) -> None:
-        """Hands over each migrating request once all its open choices decode. The
-        client has then received every token that has KV.
+        """Hands over each migrating request if all its open choices decode. Finishes
+        all launched steps first, so that the client receives every token that has KV.
         """
         self.finish_steps(0)
         for request_id, parent in list(self._migrating.items()):
@@ -250,9 +250,9 @@ class EngineCore(CoreServices):
             self.scheduler.add(sequence)
 
     def _end_if_not_cached(self, sequence: Sequence) -> bool:
-        """Ends a request with too few cached tokens. A request with a pull is checked
-        before it waits for blocks, any other request at each admission, and so again
-        after a preemption or a failed pull. Returns whether the request was ended."""
+        """Ends a request with too few cached tokens. Returns whether the request was
+        ended. A request with a pull is checked before it waits for blocks. Any other
+        request is checked at each admission, also after a preemption or failed pull."""
         if not sequence.has_too_few_cached_tokens:
             return False
         self._end_choices([(choice, CACHE_MISS) for choice in sequence.choices])
@@ -271,7 +271,7 @@ class EngineCore(CoreServices):
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         if sequence.request_id not in self.sequences:
-            return  # it has ended with another of its choices
+            return  # the request has already ended
         sequence.choices.end_all()
         for choice in sequence.choices:
             self._stop(choice)
@@ -298,7 +298,7 @@ class EngineCore(CoreServices):
         outputs = self._output.take()
         if outputs is not None:
             if not self.sequences:
-                self._report_stats()  # so that metrics include answers that were sent
+                self._report_stats()  # metrics must include the final outputs
             self.transport.send(outputs)
 
     def commit(self, step: InFlightStep, output: StepOutput) -> None:
@@ -352,8 +352,8 @@ class EngineCore(CoreServices):
     def _commit_verification(
         self, item: Scheduled, tokens: list[tuple[int, TokenLogprobs | None]]
     ) -> None:
-        """Appends the tokens of a step that verified proposals, up to the first draw
-        that differs from its proposal or ends the sequence."""
+        """Appends the tokens of a step that verified proposals, up to and including the
+        first draw that differs from its proposal or ends the sequence."""
         sequence = item.sequence
         draws: list[Draw] = []
         num_accepted = 0
@@ -364,7 +364,7 @@ class EngineCore(CoreServices):
             num_accepted += is_accepted
             if draws[-1].reason is not None or not is_accepted:
                 break
-        # Appended before the commit, which publishes blocks by their tokens.
+        # The commit publishes blocks by their tokens, so the tokens are appended first.
         self.scheduler.commit(item, num_committed=len(draws))
         self.connector.on_computed(sequence)
         self.speculator.record(sequence, item.proposals, num_accepted)
@@ -406,9 +406,9 @@ class EngineCore(CoreServices):
     # -- ends ---------------------------------------------------------------------
 
     def _end_choices(self, ends: Sequenceable[tuple[Sequence, str]]) -> None:
-        """Ends the given choices, except those that have already ended. Marks all of
-        them first, because the end of a parent depends on whether children are left.
-        """
+        """Ends the given choices, except those that have already ended. First marks all
+        these choices as ended, because the end of a parent depends on whether it has
+        children left."""
         open_ends = [
             Draw(choice, reason=reason)
             for choice, reason in ends
@@ -467,7 +467,7 @@ class EngineCore(CoreServices):
         sequence.phase = Phase.FINISHED
 
     def _forget(self, sequence: Sequence) -> None:
-        """Removes a request that has ended with all its choices."""
+        """Removes a request after all its choices have ended."""
         self.sequences.pop(sequence.request_id, None)
         self.connector.on_end(sequence)
 
@@ -479,7 +479,7 @@ class EngineCore(CoreServices):
             self.transport.send(EngineStats(values, host_tier))
 
     def stats(self) -> dict[str, float]:
-        """Values by series (protocol.metrics)."""
+        """The metric values by series (protocol.metrics)."""
         return {
             **scheduler_stats(self.scheduler),
             **self._stats.totals(),

@@ -1,13 +1,13 @@
-"""Compiles the grammars of the engine core's sequences and computes their masks, on
-other threads. The methods of this module run on the core's thread.
+"""Lets other threads compile the grammars of the engine core's sequences and compute
+their masks. The methods of this module run on the core's thread.
 
 Two dictionaries contain the sequences that wait for other threads:
 
     compiling      the sequence is queued once its grammar is compiled
     awaiting_mask  the sequence is running, but skips steps until its mask is ready
 
-A step waits for its masks for a limited time. A draw without a mask is then skipped in
-this step, and the same token is drawn in a later step.
+A step waits for its masks for a limited time. If a draw's mask is not ready in time,
+the draw is skipped, and a later step draws the token.
 """
 
 import time
@@ -23,8 +23,8 @@ from engine.text.grammar import GrammarCompiler
 from protocol.errors import GrammarFailed
 
 _MAX_MASK_WAIT_S = 0.05  # longest time that a step waits for its masks
-# The unfinished mask of a skipped draw occupies a thread. Such masks delay the masks of
-# the next step only if they occupy all of these threads.
+# The computation of a mask that was not ready in time continues to occupy a thread. The
+# masks of the next step are delayed only if all of these threads are occupied.
 _MASK_THREADS = 4
 
 
@@ -35,10 +35,10 @@ class CoreGrammars:
         timeout_s: longest time that a sequence waits for one mask.
 
     Attributes:
-        compiling: the compilation that each sequence waits for.
-        awaiting_mask: for each sequence that waits for a mask, the choice whose mask it
-            is, the computation of the mask, and the monotonic time at which the
-            sequence fails if its mask is still not ready.
+        compiling: for each sequence that waits for its grammar, the compilation.
+        awaiting_mask: for each sequence that waits for a mask, a tuple: the choice that
+            draws with the mask, the computation of the mask, and the monotonic time at
+            which the sequence fails if the mask is still not ready.
     """
 
     def __init__(self, compiler: GrammarCompiler, timeout_s: float) -> None:
@@ -100,7 +100,8 @@ class CoreGrammars:
         Args:
             wait_for_all: wait until all masks are ready, however long it takes.
         """
-        # Each sequence with a choice whose mask was begun.
+        # Tuples of a scheduled sequence, a choice that draws from it, and the
+        # computation of this choice's mask.
         begun: list[tuple[Sequence, Sequence, Future[None]]] = []
         awaited: list[Future[None]] = []
         for item in scheduled:
@@ -142,7 +143,8 @@ class CoreGrammars:
             if not (is_finished or work.done() or is_timed_out):
                 continue
             self.forget(sequence)
-            # A choice that has ended, but is not finished, prefills for its children.
+            # A choice that has ended, but still prefills for its children, needs no
+            # mask.
             has_ended = choice.choice_state.has_ended
             if not (is_finished or work.done() or has_ended):
                 error = GrammarFailed(
@@ -162,9 +164,12 @@ class CoreGrammars:
 
 
 def _mask_rows(item: Scheduled) -> list[Int32s | None]:
-    """The mask of each draw of a scheduled sequence. None allows every token: without a
-    grammar, while another thread uses the state (`wait_for_masks` then skips the
-    sequence), and after proposals that no draw can confirm."""
+    """The mask of each draw of a scheduled sequence. None allows every token.
+
+    A draw has None in three cases: its choice has no grammar; another thread still uses
+    the grammar state (`wait_for_masks` then skips the sequence); or the draw follows a
+    proposal without a mask, so that the drawn token is dropped (`num_masked_draws`).
+    """
     rows: list[Int32s | None] = []
     for choice in dict.fromkeys(item.draws):
         state = choice.sampling.grammar
@@ -176,8 +181,8 @@ def _mask_rows(item: Scheduled) -> list[Int32s | None]:
 
 
 def num_masked_draws(sequence: Sequence, proposals: tuple[int, ...]) -> int:
-    """How many draws of a verification obeyed the grammar of their sequence. The others
-    come after a proposal that the grammar does not allow, or after masks that were too
-    slow."""
+    """The number of draws of a verification that used a mask of the sequence's grammar;
+    all draws if there is no grammar. Any further draw follows a proposal that the
+    grammar does not allow or that ends the output, or a mask that took too long."""
     state = sequence.sampling.grammar
     return 1 + len(proposals if state is None else state.rows_after(proposals))

@@ -16,10 +16,10 @@ that does not change (prompt, bias, penalties) is sent to the ranks once, with t
 step that uses the row. The `LogitShaper` of each rank counts drawn tokens on its
 device.
 
-A step that verifies proposals draws several times with one row. Each draw counts the
-proposals before it as if they had been drawn. Only the first drawn token is counted on
-the device, because which of the others the sequence keeps is not known there. The next
-step brings these tokens along.
+A step that verifies proposals draws several times with one state row. For each draw,
+the proposals before it count as if they had been drawn. The device counts only the
+first drawn token, because the host decides later which of the other drawn tokens the
+sequence keeps. The next step sends the kept tokens to the device (UncountedTokens).
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -35,8 +35,8 @@ from engine.core.sequence import Phase, Sequence
 from protocol.messages import SamplingParams
 
 NO_ROW = -1
-# Logits of banned tokens are below those of allowed ones, but above those that a mask
-# forbids. If a grammar allows only banned tokens, one of them is drawn.
+# Banned tokens have lower logits than allowed tokens, but higher logits than tokens
+# that a mask forbids. If a grammar allows only banned tokens, one of these is drawn.
 _MIN_ALLOWED_LOGIT = -1e30
 _BANNED_LOGIT = -3e30
 
@@ -45,7 +45,7 @@ def to_device(
     values: Any, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Copies values to a device. The host does not wait for a copy to a GPU. On a CPU,
-    an array of this dtype is not copied: the tensor shares its memory."""
+    an array that already has `dtype` is not copied: the tensor uses its memory."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()
@@ -56,16 +56,16 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True):
     """The initial state of a state row. It replaces the row's previous state."""
 
     row: int
-    prompt_ids: list[int]  # empty without penalties, as is output_ids
-    output_ids: list[int]
+    prompt_ids: list[int]  # empty without penalties
+    output_ids: list[int]  # empty without penalties
     penalties: tuple[float, float, float] | None  # presence, frequency, repetition
     bias: dict[int, float]
     stop_token_ids: list[int]
 
 
 class UncountedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that a sequence kept after a verification, and that its state row has not
-    counted."""
+    """Tokens that a sequence kept after a verification, and that are not yet counted in
+    its state row."""
 
     row: int
     token_ids: list[int]
@@ -77,10 +77,10 @@ class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         rows: [R] state rows; NO_ROW for a draw without changes.
         bans: [R] whether the draw's stop tokens are banned.
-        setups: the state rows to initialise before the draws.
+        setups: the state rows to initialize before the draws.
         uncounted: the tokens to count before the draws.
-        proposed: by index of a draw, the proposals that it counts as drawn. Empty for
-            draws that are no verification, and for the first draw of one.
+        proposed: by index of a draw, the proposals before it, which count as drawn. Has
+            no entry for the first draw of a verification, and for ordinary draws.
     """
 
     rows: list[int]
@@ -114,7 +114,7 @@ class RowAllocator:
 
         Args:
             drawing: the sequence of each draw.
-            positions: the position in its sequence of each token to be drawn.
+            positions: for each draw, the index that its token gets in the sequence.
             proposed: for each draw, the proposals before its token; empty if the step
                 verifies no proposals.
         """
@@ -146,8 +146,9 @@ class RowAllocator:
         return changes
 
     def _row(self, sequence: Sequence, position: int, changes: LogitChanges) -> int:
-        """Returns the state row for a sequence's next draw. Its state will be valid for
-        the draw after that one."""
+        """Returns the state row for the draw of a sequence at `position`. Adds to
+        `changes` what makes the row valid for this draw. After the draw, the row is
+        valid for the next position."""
         row, next_position = self._rows.get(sequence, (NO_ROW, NO_ROW))
         if row == NO_ROW:
             row = self._free.pop() if self._free else len(self._rows)
@@ -214,15 +215,15 @@ class LogitShaper:
         self.device = torch.device(device)
         self.seen = torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._setups: dict[int, SamplingRow] = {}  # by row
-        # Tokens and values of the biases, by row. They are arrays, because a step must
-        # not iterate over the many biases that a request may have.
+        # Tokens and values of the biases, by row. They are arrays, because iterating
+        # over the biases of a request, which may be many, would delay each step.
         self._biases: dict[
             int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
         ] = {}
 
     def prepare(self, changes: LogitChanges | None) -> "Shaping | None":
-        """Applies the setups of a step, and copies the changes of its draws to the
-        device. Returns None if there are no changes."""
+        """Applies the setups and uncounted tokens of a step, and copies the changes of
+        its draws to the device. Returns None if there are no changes."""
         if changes is None:
             return None
         for setup in changes.setups:
@@ -333,9 +334,10 @@ class Shaping:
         seen: the counts of tokens; see LogitShaper.
         penalised: int64 [P, 2]: for each draw with penalties, its index and state row.
         penalties: float32 [P, 3]: presence, frequency, repetition.
-        counted: int64 [C, 2]: the draws of `penalised` whose tokens are counted.
-        proposed: int64 [n, 2]: proposals that only one draw counts: the draw's index in
-            `penalised`, and the token.
+        counted: int64 [C, 2]: the rows of `penalised` for the draws with tokens that
+            `count_drawn` counts.
+        proposed: int64 [n, 2]: for each proposal that counts as drawn in one draw, the
+            index of this draw in `penalised`, and the token.
         bias_indices: int64 [n], into the flattened logits.
         bias: float32 [n], added to the logits at `bias_indices`.
         ban_indices: int64 [m], into the flattened logits.
@@ -383,7 +385,7 @@ class Shaping:
         if self.ban_indices is not None or self.allowed is not None:
             shaped.clamp_(min=_MIN_ALLOWED_LOGIT)
         if self.ban_indices is not None:
-            # index_fill_, because assigning a number would wait for the GPU.
+            # index_fill_ is used because assigning a number would wait for the GPU.
             flat.index_fill_(0, self.ban_indices, _BANNED_LOGIT)
         if self.allowed is not None:
             shaped.masked_fill_(~self.allowed, float("-inf"))

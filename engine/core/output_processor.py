@@ -1,4 +1,5 @@
-"""Collects what the engine core sends to the HTTP process: token deltas in order."""
+"""Collects the outputs that the engine core sends to the HTTP process: token deltas in
+order, and reports of compiled grammars."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from protocol.messages import ErrorInfo, KVUsage, Outputs, TokenDelta, TokenLogp
 
 @dataclass(frozen=True)
 class Draw:
-    """What a step drew for a choice, or how the choice ended without a token.
+    """A token that a step drew for a choice, or the end of the choice without a token.
 
     Attributes:
         reason: why the choice ends with this token; None if it continues.
@@ -32,7 +33,7 @@ class OutputProcessor:
         self._compiled: list[str] = []
 
     def take(self) -> Outputs | None:
-        """Returns what was collected since the last call, or None."""
+        """Returns the outputs collected since the last call; None if there are none."""
         if not (self._deltas or self._compiled):
             return None
         outputs = Outputs(self._deltas, self._compiled)
@@ -106,6 +107,6 @@ class OutputProcessor:
         )
 
     def add_error(self, sequence: Sequence, error: BatonError) -> None:
-        """Adds the error that ends a request with all its choices."""
+        """Adds the error that ends all choices of a request."""
         info = ErrorInfo.from_error(error)
         self._deltas.append(TokenDelta(request_id=sequence.request_id, error=info))

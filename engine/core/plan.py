@@ -9,14 +9,14 @@ from engine.core.sequence import Sequence
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`sequence` computes `num_tokens` tokens from index `start`.
+    """An item of a step: `sequence` computes `num_tokens` tokens from index `start` on.
 
     Attributes:
         draws: for each draw at the end of the step, the choice that draws. Empty unless
             the step computes the last token of the sequence.
-        proposals: proposed tokens that the step verifies. They are the last tokens of
-            `num_tokens`. The sequence draws after its own last token and after each
-            proposal.
+        proposals: proposed tokens that the step verifies. They are the last of the
+            `num_tokens` tokens. The sequence draws after its own last token and after
+            each proposal.
     """
 
     sequence: Sequence
@@ -41,19 +41,19 @@ class Scheduled:
 
     @property
     def num_drawing_tokens(self) -> int:
-        """How many of the tokens are followed by a draw. They are the last ones."""
+        """The number of tokens, at the end of the item, that are followed by a draw."""
         return 1 + len(self.proposals) if self.draws else 0
 
     def without_draws(self) -> "Scheduled":
-        """The part of the step that remains if nothing is drawn. The tokens that are
-        followed by a draw are then computed again, in the step that draws."""
+        """The part of the item that remains if its draws are skipped. The tokens that
+        a draw would follow are computed again in a later step, which then draws."""
         num_tokens = self.num_tokens - self.num_drawing_tokens
         return Scheduled(self.sequence, self.start, num_tokens, draws=())
 
     @property
     def is_prompt(self) -> bool:
-        """Whether the tokens are prompt tokens, or outputs that are recomputed after a
-        preemption. Otherwise, a decoding sequence computes its last token, and perhaps
+        """True if the tokens are prompt tokens, or outputs that are recomputed after a
+        preemption. False if a decoding sequence computes its last token, perhaps with
         proposals."""
         if self.proposals:
             return False
@@ -62,7 +62,7 @@ class Scheduled:
     @property
     def scored(self) -> range:
         """Indices of the prompt tokens that get logprobs in the step. The logprobs of a
-        token follow from the hidden state of the preceding token."""
+        token are computed from the hidden state of the preceding token."""
         logprobs = self.sequence.prompt_logprobs
         if logprobs is None:
             return range(0)
@@ -104,7 +104,7 @@ class Plan:
 
 
 def load_of(scheduled: Sequenceable[Scheduled]) -> Load:
-    """The work of a step with these sequences, from which its duration is estimated."""
+    """The work of a step, from which the duration of the step is estimated."""
     streams = 0
     context_tokens = 0
     prompt_tokens = 0
@@ -114,7 +114,8 @@ def load_of(scheduled: Sequenceable[Scheduled]) -> Load:
             prompt_tokens += item.num_tokens
             weighted_starts += item.num_tokens * item.start
         else:
-            # A proposal is computed and attends like the token of another stream.
+            # A proposal is computed and attends like the token of another decoding
+            # sequence.
             for index in range(item.num_tokens):
                 streams += 1
                 context_tokens += item.start + index + 1

@@ -8,13 +8,13 @@ from engine.core.sequence import Phase, Sequence
 from engine.core.tables import BlockTables, SchedulerLimits
 from kvcache.prefix import PrefixIndex
 
-# A shared prefix is worth a wait if it has at least this many tokens, or at least half
-# of the tokens that the waiting sequence would have to compute.
+# A sequence waits for a shared prefix of at least this many tokens, or of at least half
+# of the tokens that the sequence would otherwise have to compute.
 _MIN_SHARED_TOKENS = 256
 
 
 class PrefixSharing:
-    """Prefix lookups of one scheduler, and its changes of the prefix index.
+    """Looks up and publishes prefixes in the prefix index, for one scheduler.
 
     Args:
         prefix: the prefix index; None if caching is off.
@@ -30,8 +30,9 @@ class PrefixSharing:
     def match(self, sequence: Sequence) -> list[int]:
         """Returns the table of cached blocks that a sequence can start from.
 
-        The last token is always computed, because its logits are needed. Each token
-        that precedes a prompt token with missing logprobs is computed as well.
+        The last token of the sequence is always computed, because its logits are
+        needed. If logprobs of prompt tokens are missing, the tokens before these prompt
+        tokens are computed as well.
         """
         if self._prefix is None:
             return []
@@ -60,7 +61,7 @@ class PrefixSharing:
         docs/design.md). Sets the pins of the request once its prompt has KV.
 
         Args:
-            num_before: tokens with KV before the step or pull.
+            num_before: number of tokens that had KV before the step or pull.
         """
         if self._prefix is None:
             return
@@ -90,10 +91,10 @@ class PrefixSharing:
         sequence.has_pinned = True
 
     def should_wait(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether a sequence should wait, because a running sequence computes a large
-        part of the tokens that both need. The waiting sequence finds that part in the
-        prefix index later. Stores the running sequence and the end of the shared prefix
-        (a token index) in `sequence.awaited_prefix`."""
+        """Whether a sequence should wait until a running sequence has computed a large
+        prefix that both share. The waiting sequence then finds the prefix in the prefix
+        index. Stores the running sequence and the end of the shared prefix (a token
+        index) in `sequence.awaited_prefix`."""
         if self._prefix is None or sequence.pull is not None or sequence.is_scoring:
             return False
         if sequence.awaited_prefix is not None:
@@ -116,8 +117,8 @@ class PrefixSharing:
         return False
 
     def _num_shared(self, sequence: Sequence, producer: Sequence, start: int) -> int:
-        """Returns how many tokens from `start` on are equal in both sequences, in full
-        blocks; 0 if the tokens before `start` or the salts differ."""
+        """Returns the number of tokens, from `start` on, in full blocks that are equal
+        in both sequences; 0 if the tokens before `start` or the salts differ."""
         if sequence.request.cache_salt != producer.request.cache_salt:
             return 0
         size = self._limits.block_size

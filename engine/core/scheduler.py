@@ -5,7 +5,7 @@ Policy, in order:
 1. Sequences that decode come first, so that a long prompt delays them by at most one
    chunk.
 2. Running prompts get the rest of the token budget, in order of admission. Up to half
-   of this rest is reserved for waiting prompts that are much shorter. If sequences
+   of this rest is reserved for much shorter waiting prompts (waiting.py). If sequences
    decode, a target duration may limit the budget for prompts (budget/prompt_limit.py).
 3. Waiting sequences are admitted in the order of waiting.py, when blocks for all their
    tokens are available. A sequence shares the blocks that the prefix index has, and
@@ -62,7 +62,7 @@ class Scheduler:
         num_blocks: int,
         *,
         caches_prefixes: bool,
-        step_times: StepTimes | None = None,  # if they were measured
+        step_times: StepTimes | None = None,  # None if they were not measured
     ) -> None:
         self.limits = limits
         self.allocator = BlockAllocator(num_blocks)
@@ -84,9 +84,9 @@ class Scheduler:
     def is_deadlocked(self) -> bool:
         """Whether waiting requests cannot get blocks until leases or hanging READs end.
 
-        If no sequence runs, the scheduler is deadlocked as soon as a request waits. If
-        sequences run, it is deadlocked if the first waiting request lacks blocks, and
-        would have enough if all leased blocks were returned.
+        False while any sequence receives KV. If no sequence runs either, True as soon
+        as a request waits. If sequences run, True if the first waiting request lacks
+        blocks, and would have enough if all leased blocks were returned.
         """
         if not self.waiting or self.receiving:
             return False
@@ -150,7 +150,7 @@ class Scheduler:
 
     def _limit_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
         """Limits the prompt tokens of a step that also decodes. A sequence with a pull
-        in progress counts like a sequence that decodes, because it soon will."""
+        in progress counts as a decoding sequence, because it will decode soon."""
         if (plan.scheduled or self.receiving) and self._prompt_limit.is_active:
             limit = self._prompt_limit.prompt_tokens(
                 plan.scheduled, prefilling, self._waiting_if_admissible()
@@ -169,8 +169,8 @@ class Scheduler:
     def _reserve_for_short_prompts(
         self, prefilling: list[Sequence], budget: int
     ) -> int:
-        """Returns how many tokens of the step are reserved for short waiting prompts; 0
-        unless all these prompts can be admitted."""
+        """Returns the number of tokens of the step to reserve for short waiting
+        prompts; 0 if not all of these prompts can be admitted."""
         prefill_tokens = sum(work_of(s, s.num_uncomputed) for s in prefilling)
         prompts = select_short_prompts(self.waiting, prefill_tokens, budget)
         needed = len(self.running) + len(prompts)
@@ -198,7 +198,7 @@ class Scheduler:
                 plan.add(sequence, num_tokens, proposals)
 
     def admit_remote(self) -> Plan:
-        """Admits requests with a pull at the head of the queue, outside of a step."""
+        """Admits the requests with a pull at the head of the queue. Plans no step."""
         plan = Plan(budget=0)
         self._admit_waiting(plan)
         return plan
@@ -336,8 +336,8 @@ class Scheduler:
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Puts a sequence that lost its blocks, by a preemption or a failed pull, at
-        the head of the queue. No request overtakes the sequence."""
+        """Puts a sequence that has lost its blocks at the head of the queue, after a
+        preemption or a failed pull. No request overtakes the sequence."""
         sequence.phase = Phase.WAITING
         self._prompt_limit.on_queued(sequence)
         sequence.num_overtaken = MAX_OVERTAKEN
@@ -346,10 +346,10 @@ class Scheduler:
     # -- pulls --------------------------------------------------------------------
 
     def finish_pull(self, sequence: Sequence, *, is_converted: bool = False) -> None:
-        """Runs a sequence after a successful pull. All READs must have ended.
+        """Starts to run a sequence after a successful pull. All READs must have ended.
 
-        If the KV was converted from another layout or dtype, several choices use only
-        the blocks that they all share. Each choice computes the rest of the prompt
+        If the KV was converted from another dtype or other scales, several choices use
+        only the blocks that they all share. Each choice computes the rest of the prompt
         itself, so that all choices have equal KV.
         """
         assert sequence.pull is not None
@@ -368,7 +368,8 @@ class Scheduler:
         self.fork_choices(sequence)
 
     def recompute_in_place(self, sequence: Sequence) -> None:
-        """Runs a receiving sequence without its pull. All READs must have ended."""
+        """Ends the pull of a sequence, and starts to run the sequence in its blocks.
+        All READs must have ended."""
         self.allocator.received(self.tables.fresh_blocks(sequence))
         del self.receiving[sequence.request_id]
         sequence.pull = None
@@ -379,8 +380,9 @@ class Scheduler:
     ) -> list[int]:
         """Takes the blocks from a receiving sequence, while its READs may still write.
 
-        Returns the blocks that the READs may write to. These blocks stay RECEIVING, or
-        become QUARANTINED. The caller frees them when the READs have ended.
+        Returns the blocks that the READs may write to. With `quarantine` these blocks
+        become QUARANTINED, otherwise they stay RECEIVING. The caller frees the blocks
+        when the READs have ended.
         """
         fresh_blocks = self.tables.fresh_blocks(sequence)
         blocks = without_null_blocks(sequence.block_ids)
@@ -406,7 +408,7 @@ class Scheduler:
             self.finish(parent)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets a child run in shared blocks of the parent.
+        """Starts to run a child, which shares the full blocks of the parent's prompt.
 
         The child computes the prompt's tokens after the last full block itself. A child
         without outputs always computes the last prompt token, to draw from its logits.
@@ -447,8 +449,8 @@ class Scheduler:
         """Records that a finished step has written the KV of a sequence's tokens.
 
         Args:
-            num_committed: how many of the tokens belong to the sequence, if the step
-                has verified proposals. The KV of the others is overwritten later.
+            num_committed: after a verification, the number of these tokens that the
+                sequence keeps. The KV of the other tokens is overwritten later.
         """
         sequence = item.sequence
         if num_committed is None:
@@ -466,7 +468,7 @@ class Scheduler:
         that are no longer needed.
 
         Args:
-            num_before: tokens with KV before the step or pull.
+            num_before: number of tokens that had KV before the step or pull.
         """
         self._sharing.publish(sequence, num_before)
         self.ledger.release(sequence, self.tables.take_passed_blocks(sequence))

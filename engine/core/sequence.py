@@ -7,13 +7,14 @@ A sequence decodes when it has outputs and only its last token is left to comput
 Otherwise it prefills. A preempted sequence loses its blocks, so `num_computed` is 0.
 While a launched step has not finished, the tokens that it computes count as launched,
 and the tokens that it draws count as awaited. The next step can compute an awaited
-token, although its value is still on the device. A step that verifies proposals awaits
-several tokens, and how many of them the sequence keeps is known only when it has ended.
+token, although its value is still on the device. A step that verifies proposals has
+several awaited tokens. The number of them that the sequence keeps is known only when
+the step has ended.
 
 Other parts of a sequence's state are in separate objects (engine/core/state/):
 
     choices          ChoiceTree: the choices of the request, shared by all of them
-    pull             PromptPull: KV that is to come from another engine
+    pull             PromptPull: KV to pull from another engine
     sampling         SamplingState: how tokens are drawn
     accounting       PromptAccounting: where the KV of the prompt came from
     prompt_logprobs  PromptLogprobs: logprobs of the prompt's tokens, if requested
@@ -43,7 +44,7 @@ from protocol.server_stats import PhaseTimes
 
 
 class Phase(Enum):
-    """Where a sequence is. Exactly one component holds it in each phase.
+    """The phase of a sequence. In each phase, exactly one component holds the sequence.
 
         NEW --> WAITING --> RUNNING
                 WAITING --> RECEIVING --> RUNNING
@@ -82,7 +83,7 @@ class Sequence:
     accounting: PromptAccounting
     choice_state: ChoiceState
     choices: ChoiceTree["Sequence"] = field(init=False)
-    pull: PromptPull | None = None  # None once no KV is to be pulled
+    pull: PromptPull | None = None  # None if no KV is left to pull
     prompt_logprobs: PromptLogprobs | None = None
     speculation: SpeculationState = field(default_factory=SpeculationState)
     phase: Phase = Phase.NEW
@@ -103,9 +104,9 @@ class Sequence:
     has_pinned: bool = False  # whether the pins of `request.retention` were set
     times: PhaseTimes = field(default_factory=PhaseTimes)
     queued_s: float = 0.0  # monotonic time at which the sequence last began to wait
-    # How many times later requests have overtaken this sequence in the queue. One
-    # request may add more than 1 (core/waiting.py). MAX_OVERTAKEN also marks a sequence
-    # that no request may overtake.
+    # How often later requests have overtaken this sequence in the queue. One overtaking
+    # may count as more than 1 (core/waiting.py). At MAX_OVERTAKEN, no request may
+    # overtake this sequence.
     num_overtaken: int = 0
     # While this sequence waits for a shared prefix: the sequence that computes the
     # prefix, and the index of the token after the prefix.
@@ -113,11 +114,13 @@ class Sequence:
 
     @classmethod
     def from_request(cls, request: AddRequest) -> "Sequence":
-        """Makes all choices of a request. Returns choice 0, the parent of the others.
+        """Makes all choices of a request. Returns choice 0, the parent of the other
+        choices.
 
-        Tokens that another server has drawn become the first outputs of a choice: the
-        first token, if a prefill server drew it; or all outputs that the client has, if
-        the request resumes here after a failover or migration.
+        Tokens that another server has drawn become the first outputs of a choice. If a
+        prefill server drew the first token, the choice begins with this token. If the
+        request resumes on this engine after a failover or migration, the choice begins
+        with all outputs that the client has.
         """
         sequences = [
             cls._make_choice(request, index) for index in range(request.num_choices)
@@ -239,8 +242,8 @@ class Sequence:
 
     @property
     def has_too_few_cached_tokens(self) -> bool:
-        """Whether the request's cache_hit_threshold forbids to compute its prompt here.
-        Tokens that a pull brings count as cached."""
+        """Whether the request's cache_hit_threshold forbids this engine to compute the
+        prompt. Tokens that will be pulled count as cached."""
         request = self.request
         threshold = request.cache_hit_threshold
         if not threshold or request.retain_kv or request.resumed_choices:
@@ -276,8 +279,8 @@ class Sequence:
         )
 
     def unlaunch(self, num_tokens: int, *, num_awaited: int) -> None:
-        """Takes back `num_tokens` launched tokens and `num_awaited` awaited ones,
-        because their step has finished or computes fewer tokens."""
+        """Subtracts from the counts of launched and awaited tokens, because the step of
+        these tokens has finished, has failed or computes fewer tokens."""
         if self.phase is Phase.RUNNING:  # else `reset_blocks` has cleared the counts
             self.num_launched -= num_tokens
             self.num_awaited -= num_awaited
@@ -288,7 +291,7 @@ class Sequence:
 
         Args:
             is_usable: whether these first tokens are the next outputs of this request.
-                Otherwise they are dropped.
+                If not, they are dropped.
         """
         assert self.pull is not None
         first_tokens = sealed.first_tokens if is_usable else []
@@ -319,8 +322,8 @@ class Sequence:
         del self.token_ids[max(self.num_prompt_tokens, num_started) :]
 
     def fork_from(self, parent: "Sequence") -> None:
-        """Copies the prompt and its accounting from the parent. The scheduler shares
-        the parent's blocks."""
+        """Copies the prompt and its accounting from the parent, but no blocks: the
+        scheduler then lets this choice share blocks of the parent."""
         self.choices.fork(self)
         self.token_ids[:0] = parent.request.token_ids
         self.first_output = self.num_prompt_tokens
@@ -328,8 +331,8 @@ class Sequence:
         self.has_pinned = parent.has_pinned
 
     def reset_blocks(self) -> None:
-        """Forgets the blocks, which are back in the allocator, and the progress that
-        was stored in them."""
+        """Empties the block table and resets the progress, because the blocks do not
+        belong to the sequence any more. Does not release blocks."""
         self.block_ids = []
         self.retained_from = []
         self.complete_from = []
@@ -340,7 +343,7 @@ class Sequence:
         self.prefix_cursor = PrefixCursor()
 
     def finish_reason(self, max_model_len: int) -> str | None:
-        """Why the sequence ends with its last token, or None if it does not."""
+        """Why the sequence ends with its last token; None if the sequence continues."""
         if self.num_outputs and self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
         num_tokens = self.num_prompt_tokens + self.num_outputs

@@ -10,7 +10,7 @@ from kvcache.blocks import BlockState
 from protocol.metrics import ENGINE_TOTALS, stat_key
 from protocol.process.output import num_dropped_lines
 
-# An engine with requests is silent for about this time at most, to show that it is
+# An engine with requests sends a report at least about this often, to show that it is
 # alive.
 MAX_SILENCE_S: Final = 1.0
 _REPORT_INTERVAL_S: Final = 0.25
@@ -18,7 +18,7 @@ _PREFIX_TOTALS: Final = ("prefix_cache_query_tokens", "prefix_cache_hit_tokens")
 
 
 def scheduler_stats(scheduler: Scheduler) -> dict[str, float]:
-    """The present values of a scheduler and its blocks."""
+    """The current metric values of a scheduler and its blocks."""
     allocator = scheduler.allocator
     counts = allocator.counts()
     values = {
@@ -86,8 +86,8 @@ class CoreStats:
         """Returns the values to report now, or None if no report is due.
 
         An engine without requests reports changes immediately. An engine with requests
-        reports changes once per _REPORT_INTERVAL_S, and unchanged values MAX_SILENCE_S
-        later.
+        reports changes after _REPORT_INTERVAL_S. If no value has changed by that time,
+        it reports at the latest after a further MAX_SILENCE_S.
 
         Args:
             collect: returns the current values.

@@ -51,7 +51,7 @@ class StepLedger:
 
     def record_finish(self, seconds: float | None) -> None:
         """Records that the oldest launched step no longer reads or writes any block, on
-        any rank. Releases the blocks that waited for this.
+        any rank. Releases the blocks that only waited for the end of this step.
 
         Args:
             seconds: the duration of the step; None if it was not measured.

@@ -2,10 +2,10 @@
 
 On a GPU, the next step is planned and launched while a step is in flight
 (`Executor.depth`). The plan assumes that no sequence ends in the step in flight. If a
-sequence does end, the token that the next step draws for it is dropped. A sequence
-skips the next step if its plan depends on the result of the step in flight, for example
-because choices fork off the sequence. While a long step is in flight, no step is
-planned (`is_long_step_in_flight`).
+sequence does end, the token that the next step draws for it is dropped. If the next
+tokens of a sequence depend on the result of the step in flight, the sequence skips the
+next step (`Sequence.awaits_result`). While a long step is in flight, no step is planned
+(`is_long_step_in_flight`).
 
 A step with grammars is launched up to its logits. The masks of the grammars depend on
 the tokens of the previous step. When the masks are ready, the step's tokens are drawn.
@@ -41,7 +41,7 @@ _POLL_INTERVAL_S = 0.00005  # between two checks whether a step has ended
 # The duration of a step with at least this many tokens is proportional to their number.
 # The duration of a smaller step is mostly the time to read the weights.
 _PROPORTIONAL_TOKENS = 1024
-_LONG_STEP_S = 0.1  # no step is planned while a step expected to take longer runs
+_LONG_STEP_S = 0.1  # no step is planned while a step with a longer expected time runs
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,15 @@ class InFlightStep:
     num_tokens: int
     started_s: float
     is_delayed: bool  # see Speculator.take_delay
-    # Sequences that draw no token in this step, because their mask was not ready.
+    # Sequences that draw no token in this step, because a mask was not ready.
     skipped: set[Sequence] = field(default_factory=set)
-    # Steps of drafters right behind this step; see StateSteps.follow.
+    # Steps of drafters that were launched directly after this step; see
+    # StateSteps.follow.
     followers: list[PendingStep] = field(default_factory=list)
 
 
 class StepCallbacks(Protocol):
-    """The calls from the step runner to the engine core."""
+    """The methods of the engine core that the step runner calls."""
 
     def flush(self) -> None:
         """Sends the collected outputs."""
@@ -72,11 +73,11 @@ class StepCallbacks(Protocol):
         """Applies the result of a step to its sequences."""
 
     def step_committed(self, step: InFlightStep, cycle_s: float) -> None:
-        """Records a step whose result was committed.
+        """Records a step after its result was committed.
 
         Args:
-            cycle_s: seconds from the end of the step before to the end of this one,
-                with the time in which the host planned it.
+            cycle_s: seconds from the end of the previous step to the end of this step,
+                including the time that the host took to plan it.
         """
 
     def give_up(self, sequence: Sequence, error: Exception) -> None:
@@ -90,8 +91,9 @@ class StateSteps(Protocol):
         """Returns a step that also stores the hidden states that drafters need."""
 
     def follow(self) -> list[PendingStep]:
-        """Launches what drafters compute right behind a prepared step. Called after the
-        step has drawn, because its draws must precede other steps."""
+        """Launches the steps of drafters that directly follow a prepared step. Called
+        after the prepared step has drawn, because a step must draw before any other
+        step is launched."""
 
 
 class StepRunner:
@@ -121,7 +123,7 @@ class StepRunner:
         # Measured in the last step of at least _PROPORTIONAL_TOKENS tokens.
         self._seconds_per_token = 0.0
         self._last_finish_s = 0.0  # when the last committed step finished
-        # The same, but None if the engine was idle since then.
+        # When the last committed step finished; None if the engine was idle since then.
         self._cycle_start_s: float | None = None
         self._is_delayed = False  # whether the step to be launched is delayed
 
@@ -221,7 +223,8 @@ class StepRunner:
             step = self.in_flight.popleft()
             output = step.pending.result()
             if any(item.sequence.request.retain_kv for item in step.scheduled):
-                # Peers may read the draft KV once the step is committed.
+                # The draft KV must be complete, because peers may read it once the step
+                # is committed.
                 for follower in step.followers:
                     follower.result()
             now_s = time.perf_counter()

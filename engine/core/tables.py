@@ -1,5 +1,5 @@
-"""Calculates which blocks a sequence's block table lacks, and which blocks the sequence
-no longer needs.
+"""Calculates which blocks a sequence's block table lacks, and which of its blocks the
+sequence no longer needs.
 
 With several KV groups (kvcache/groups.py), a table has one block of each group for
 every block_size tokens. Blocks of groups with a window are allocated step by step. Such
@@ -51,7 +51,7 @@ class BlockTables:
         self._max_step_tokens = limits.max_num_batched_tokens
 
     def num_tokens(self, table: Sequenceable[int]) -> int:
-        """The number of tokens that a table has blocks for."""
+        """The number of tokens for which a table has entries."""
         return len(table) // self._groups.count * self._block_size
 
     def num_blocks_for(self, sequence: Sequence, num_tokens: int) -> int:
@@ -111,8 +111,12 @@ class BlockTables:
     def drop_proposals_without_blocks(
         self, proposing: Sequenceable[Sequence], num_spare: int
     ) -> None:
-        """Drops the proposals of sequences whose additional blocks are more than
-        `num_spare`, so that no sequence is preempted for a proposal."""
+        """Drops proposals that need more blocks than are spare, so that no sequence is
+        preempted for a proposal.
+
+        Args:
+            num_spare: number of available blocks that steps without proposals leave.
+        """
         for sequence in proposing:
             num_tokens = 1 + len(sequence.speculation.proposals)
             num_blocks = len(self.entries_for_next(sequence, num_tokens))
@@ -123,13 +127,14 @@ class BlockTables:
                 num_spare -= num_blocks
 
     def first_blocks(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """The table of the first `num_blocks` blocks of each group."""
+        """The part of a sequence's table with the first `num_blocks` blocks of each
+        group."""
         return sequence.block_ids[: num_blocks * self._groups.count]
 
     def publishable(self, sequence: Sequence, num_full: int) -> list[int]:
         """Returns the table of the first `num_full` blocks of each group, for the
-        prefix index. The null block replaces blocks that a pull has filled only
-        partially.
+        prefix index. In this table, the null block replaces each block that a pull has
+        filled only partially.
         """
         count = self._groups.count
         table = self.first_blocks(sequence, num_full)
@@ -150,12 +155,13 @@ class BlockTables:
         )
 
     def resume_limit(self, sequence: Sequence, num_tokens: int) -> int:
-        """The smallest number of tokens, at most `num_tokens`, after which a sequence
-        may continue from the KV of this sequence. Blocks in the windows before that
-        position are still needed.
+        """The smallest number of tokens, at most `num_tokens`, after which any sequence
+        may continue from the KV of this sequence: this sequence itself, its children,
+        or a sequence of a borrower. Blocks in the windows before this position are
+        still needed.
 
-        If a request has several choices, each computes the last block of the prompt
-        itself. So does a borrower of its leased blocks, whose blocks may be larger.
+        If a request has several choices, each choice computes the last block of the
+        prompt itself. On a borrower, this block may be larger than on this engine.
         """
         if not self._groups.drops_blocks:
             return max(0, num_tokens)
@@ -185,7 +191,7 @@ class BlockTables:
         ]
 
     def leased_table(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Returns the table that is leased for the first `num_tokens` tokens."""
+        """Returns the table to lease for a sequence's first `num_tokens` tokens."""
         limit = num_tokens
         if sequence.choices.migrating is not sequence:
             limit = self.resume_limit(sequence, num_tokens)

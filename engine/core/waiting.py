@@ -7,10 +7,10 @@
 4. Requests of different API keys are served in turn, in equal shares of work.
 5. Otherwise, requests are served in order of arrival.
 
-A request is overtaken at most `MAX_OVERTAKEN` times. A short prompt may add more than 1
-to the count of a long prompt that it overtakes: MAX_OVERTAKEN x its work / work of the
-long prompt. All short prompts that overtake a long prompt therefore take no more work
-together than the long prompt.
+A request is overtaken at most `MAX_OVERTAKEN` times. If a short prompt overtakes a long
+prompt, this may count as more than 1: MAX_OVERTAKEN x (work of the short prompt) /
+(work of the long prompt). The short prompts that overtake a long prompt therefore take
+at most as much work, in total, as the long prompt.
 
 A preempted sequence does not follow these rules: the scheduler puts it at the head of
 the queue, and no request overtakes it.
@@ -22,7 +22,7 @@ from itertools import islice
 from engine.core.sequence import Sequence
 
 MAX_OVERTAKEN = 64
-LONG_PROMPT_TOKENS = 1024  # much shorter prompts may overtake prompts of this length
+LONG_PROMPT_TOKENS = 1024  # shortest prompt that much shorter prompts may overtake
 _SHORTER_FACTOR = 4  # a much shorter prompt is at least this many times shorter
 # A prompt token with logprobs counts as this many prompt tokens without logprobs. The
 # logits of the whole vocabulary are computed and sorted for each such token. With small
@@ -32,8 +32,8 @@ _MAX_SHORT_PROMPTS = 64  # at most this many waiting prompts are checked in each
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Inserts a sequence into the queue according to the rules of this module. Adds
-    to `num_overtaken` of the sequences that it overtakes."""
+    """Inserts a sequence into the queue according to the rules of this module. Adds to
+    `num_overtaken` of the queued sequences that the new sequence overtakes."""
     shares, share = _completed_shares(waiting, sequence)
     index = len(waiting)
     while index:
@@ -51,12 +51,12 @@ def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
 def _completed_shares(
     waiting: deque[Sequence], sequence: Sequence
 ) -> tuple[list[int], int]:
-    """Returns, for each request, how much work the request's API key has been given
-    once the request has been served.
+    """Returns, for each request, the total work of the waiting requests of the same API
+    key up to and including this request.
 
-    The first result has one value for each request of `waiting`. The second is the
-    value of `sequence`, if `sequence` is served last. If requests are served in
-    ascending order of these values, all keys get equal shares of work.
+    The first result has one value for each request of `waiting`. The second result is
+    the value of `sequence` at the end of the queue. If requests are served in ascending
+    order of these values, all keys get equal shares of work.
     """
     completed = Counter[str]()
     shares = []
@@ -86,8 +86,8 @@ def work_of(sequence: Sequence, num_tokens: int) -> int:
 
 
 def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
-    """Returns how much counts towards MAX_OVERTAKEN if `later` overtakes `earlier`; 0
-    if it must not overtake.
+    """Returns the amount to add to `earlier.num_overtaken` if `later` overtakes
+    `earlier`; 0 if `later` must not overtake. Does not consider API keys.
     """
     later_urgency = _urgency(later)
     earlier_urgency = _urgency(earlier)
@@ -101,9 +101,9 @@ def _overtaking_cost(later: Sequence, earlier: Sequence) -> int:
 
 
 def is_much_shorter(sequence: Sequence, num_tokens: int) -> bool:
-    """Whether a sequence takes much less work than a long prompt with the work of
-    `num_tokens` tokens. False if such a prompt is not long, or if the sequence has a
-    pull."""
+    """Whether a sequence takes much less work than a long prompt of `num_tokens` tokens
+    without logprobs. False if a prompt of `num_tokens` tokens is not long, or if the
+    sequence has a pull."""
     work = work_of(sequence, len(sequence.token_ids))
     is_short = work * _SHORTER_FACTOR <= num_tokens
     is_long_prompt = num_tokens >= LONG_PROMPT_TOKENS
@@ -115,8 +115,8 @@ def select_short_prompts(
 ) -> list[Sequence]:
     """Returns the waiting prompts that the next step computes before running prompts.
 
-    The returned prompts are the first of the queue, are much shorter than the running
-    prompts, and take at most half of the step.
+    The returned prompts are the first ones of the queue. Each takes much less work than
+    the running prompts take together, and all take at most half of the step.
 
     Args:
         prefill_tokens: the remaining work of all running prompts.
@@ -124,7 +124,7 @@ def select_short_prompts(
     """
     num_left = budget // 2
     if prefill_tokens <= budget - num_left:
-        return []  # the running prompts leave half of the step anyway
+        return []  # the running prompts leave half of the step free anyway
     selected: list[Sequence] = []
     for sequence in islice(waiting, _MAX_SHORT_PROMPTS):
         num_left -= len(sequence.token_ids)

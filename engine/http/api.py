@@ -20,9 +20,9 @@ from protocol.messages import AddRequest, EngineInput, EngineReady, TokenDelta
 from protocol.openai.sampling import GenerationConfig, GenerationRequest
 from protocol.settings.settings import EngineSettings
 
-# The most bytes of the members that a proxy adds to a body, which do not count towards
+# Maximum size of the members that a proxy adds to a body. They do not count towards
 # --max-body-bytes. The member kv_transfer_params contains the prompt's logprobs if the
-# client requests them: 20 bytes each, at most limits.MAX_PROMPT_LOGPROBS of them.
+# client requests them: 20 bytes each, and at most limits.MAX_PROMPT_LOGPROBS.
 KV_PARAMS_BYTES = 2**26
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 class ServerHooks:
     """Hooks with which the legs of disaggregated requests extend the HTTP API.
 
-    The hooks of this class add nothing.
+    The hooks of this base class do nothing.
     """
 
     def prepare(
@@ -40,11 +40,11 @@ class ServerHooks:
         """Return `adds`, changed as `request.kv_transfer_params` requires.
 
         Args:
-            adds: the engine's requests, one for each prompt.
+            adds: the requests to the engine, one for each prompt.
             ready: the engine's report about itself.
 
         Raises:
-            KVParamsRejected: the request's kv_transfer_params cannot be honoured.
+            KVParamsRejected: the request's kv_transfer_params cannot be honored.
         """
         return adds
 
@@ -54,7 +54,7 @@ class ServerHooks:
         ready: EngineReady,
         kv_transfer_params: object = None,
     ) -> Callable[[], None]:
-        """Reserve what a request needs until the request ends.
+        """Reserve the resources that a request needs until the request ends.
 
         Returns:
             A callback that frees the reservation. The caller calls it once, when the
@@ -96,7 +96,7 @@ class Api:
     `client.require_ready` refuses the calls that need the model.
 
     Args:
-        secret: the cluster secret, with which proxies sign.
+        secret: the cluster secret, with which proxies sign data in requests.
 
     Attributes:
         on_drain: starts the shutdown of the server: its streams migrate or finish.
@@ -104,8 +104,8 @@ class Api:
         generation_config: the model's defaults for fields that a request leaves out.
 
     Raises:
-        ValueError: a TLS file is unusable, or an option needs API keys or packages
-            that there are not.
+        ValueError: a TLS file is unusable, or API keys or packages that an option needs
+            are missing.
     """
 
     client: EngineClient
@@ -154,8 +154,8 @@ class Api:
     async def run_parser(self, num_bytes: int, parse: Callable[[], _T]) -> _T:
         """Run `parse`, which parses a request, in a thread unless its body is small.
 
-        A body exceeds --max-body-bytes only by the members that proxies add. These do
-        not count.
+        Only members that proxies add can make a body exceed --max-body-bytes. These
+        members do not count as work.
 
         Args:
             num_bytes: the size of the body.
@@ -171,7 +171,7 @@ class Api:
         parsed: GenerationRequest,
         scope: Mapping[str, Any],
     ) -> list[AddRequest]:
-        """Return the engine's requests with a cache salt.
+        """Return the requests to the engine with a cache salt.
 
         The salt depends on the request's `cache_salt` and on the client's API key.
         `adds` is returned unchanged if there is no salt.

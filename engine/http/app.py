@@ -43,8 +43,8 @@ def create_app(api: Api) -> FastAPI:
     """Return the application of one server.
 
     The caller starts and closes `api.client` and `api.grammars`, on the event loop that
-    serves the application. The application can run before the engine is ready: until
-    then, it refuses the requests that need the model, and answers all others.
+    serves the application. The application can run before the engine is ready. Until
+    then, it refuses only the requests that need the model.
     """
     pages = _Pages(api)
     post_handlers: dict[str, Callable[..., Any]] = {
@@ -150,7 +150,7 @@ class _Pages:
         return JSONResponse(report, 200 if reason is None else 503)
 
     def _describe_server(self) -> dict[str, Any]:
-        """Return the role, the model, and the sizes of the engine if it is ready."""
+        """Return the role, the model and, once the engine is ready, its sizes."""
         common = {"role": self._api.settings.role, "model": self._api.model_name}
         engine = self._api.client.ready
         if engine is None:
@@ -196,8 +196,8 @@ class _Pages:
     async def release_kv(self, request: Request) -> Response:
         """Release KV that no server will pull.
 
-        The body's `kv_transfer_params` refer to the KV. The response says how many
-        release or abort messages were sent to the engine.
+        The body's `kv_transfer_params` refer to the KV. The response has the number of
+        release and abort messages that were sent to the engine.
         """
         members, _ = await read_json(
             request, self._api.settings.max_body_bytes, is_held=False

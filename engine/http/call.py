@@ -43,8 +43,8 @@ from protocol.resume import HEADER, Resume
 
 log = get_logger(__name__)
 
-# When a response resumes at this server, the replay of its frames lets other tasks of
-# the event loop run each time it has replayed this many frames.
+# When a response resumes at this server, its frames are replayed on the event loop. The
+# replay lets other tasks run after each group of this many frames.
 _FRAMES_REPLAYED_AT_ONCE = 64
 
 
@@ -53,14 +53,14 @@ class HttpRequestState:
 
     Args:
         writer: the class that writes responses in the endpoint's format.
-        adds: the engine's requests, one for each prompt, in order.
+        adds: the requests to the engine, one for each prompt, in order.
         subscription: the subscription to the deltas of `adds`.
         framing: the response's frames, with which a proxy can continue the response at
             another server (engine/http/resume.py).
 
     Attributes:
-        migrated_kv: once the request has migrated to another server, the
-            kv_transfer_params that refer to its KV; until then None.
+        migrated_kv: the kv_transfer_params that refer to the KV of a request that has
+            migrated to another server; None until the migration.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class HttpRequestState:
         """Collect all pieces and return the complete response.
 
         If the request migrates while pieces are collected, the response contains the
-        request's frames instead, with which another server continues.
+        request's frames instead. With these, another server continues the response.
 
         Args:
             pieces: the pieces that have arrived so far, including those that `_replay`
@@ -311,7 +311,7 @@ class HttpRequestState:
         usage_so_far = self._usage() if self._parsed.continuous_usage else None
         for position, piece in enumerate(pieces):
             self._num_sent_tokens += len(piece.token_ids)
-            # After a stop string has ended the text, pieces have no tokens.
+            # After a stop string has ended the text, further pieces have no tokens.
             has_shown_tokens = shows_tokens and piece.token_ids
             if position == last_position:
                 usage, extra = self._finish(piece.finish_reason)
@@ -393,7 +393,7 @@ class CompleteAnswer(Response):
             await _send_head(send, self)
             await _send_body(send, bytes(self.body), more=self._refers_to_kv)
             if self._refers_to_kv:
-                # This call returns only when most of the body has left the process.
+                # `_send_body` returns only when most of the body has been sent.
                 await _send_body(send, b"", more=True)
                 if not is_closing(scope):
                     self._subscription.confirm_delivery()
@@ -450,7 +450,7 @@ class EventStream(Response):
         try:
             while True:
                 data = self._pings.with_ping(call.events(pieces))
-                # Even without events, the frame has the tokens of the pieces.
+                # A frame is sent even without events, because it has the tokens.
                 if pieces or data:
                     report = framing.report_frame(call.stats.report)
                     data = first_frame + report + framing.wrap(data)
@@ -472,7 +472,7 @@ class EventStream(Response):
     async def _send_migration(
         self, scope: Scope, send: Send, params: dict[str, Any]
     ) -> None:
-        """End the stream here, so that the proxy continues it at another server.
+        """End the stream, so that the proxy continues the stream at another server.
 
         Args:
             params: the kv_transfer_params that refer to the stream's KV.

@@ -26,25 +26,25 @@ from protocol.openai.sampling import GenerationRequest
 from protocol.openai.tools import Tools
 from protocol.settings.options import ModelOptions
 
-# Up to this number of logprobs are converted to JSON on the event loop, larger numbers
-# in a thread. Converting a logprob takes 4 us.
+# Maximum number of logprobs that the event loop converts to JSON. A thread converts
+# larger numbers. Converting a logprob takes 4 us.
 INLINE_LOGPROBS = 1 << 12
 # An Encoder reuses its buffer, so it needs a fifth of the memory that
 # msgspec.json.encode needs.
 _encode = msgspec.json.Encoder().encode
 _LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
-# If the decoded prompt does not end with the client's text, this many of the text's
-# first characters are searched for, to find where the text begins.
+# Number of characters at the beginning of the client's text that are searched for in
+# the decoded prompt, if the decoded prompt does not end with the client's text.
 _SEARCHED_CHARS = 4
 
 
 class PromptReport(NamedTuple):
-    """The parts of an answer that describe its prompt.
+    """The parts of a response that describe one prompt.
 
     Attributes:
         logprobs: the response's `prompt_logprobs`, if requested.
         text: the prompt's text if an echo is requested, else "".
-        tokens: the tokens of the echo, if logprobs are requested, too.
+        tokens: the tokens of the echo; None unless an echo and logprobs are requested.
     """
 
     logprobs: list[Any] | None
@@ -53,10 +53,10 @@ class PromptReport(NamedTuple):
 
 
 class PromptGeneration:
-    """One prompt: its choices, its echo, and the reports of its tokens.
+    """The state of one prompt: its choices, its echo and the reports on its tokens.
 
     Args:
-        add: the engine's request for this prompt.
+        add: the request to the engine for this prompt.
         client_text: the prompt's text as the client sent it; None if the client sent
             token ids or a chat.
         options: the options that choose the formats of tool calls and reasoning; see
@@ -78,8 +78,8 @@ class PromptGeneration:
         self.token_ids = add.token_ids
         # Whether another server began the response.
         self.is_resumed = bool(add.resumed_choices)
-        # The usage of the first choice's latest delta that has one. In a resumed
-        # response, the usage of its first delta is kept.
+        # The usage in the latest delta of the first choice that contains usage. In a
+        # resumed response, the last delta does not replace this value.
         self.latest_usage: KVUsage | None = None
         self.request = request
         self._client_text = client_text
@@ -118,9 +118,9 @@ class PromptGeneration:
     def record_usage(self, delta: TokenDelta) -> TokenDelta:
         """Store the usage of a delta of the first choice, and return the delta.
 
-        In a response that resumed at this server, the usage of the last delta is not
-        stored, and the returned delta has the number of cached tokens of the first
-        delta. So the client does not see that this server computed tokens again.
+        If the response resumed at this server, the usage of the last delta is not
+        stored. The returned last delta has the number of cached tokens that was stored
+        before. So the client does not see that this server computed tokens again.
         """
         stored = self.latest_usage
         usage = delta.usage
@@ -132,8 +132,8 @@ class PromptGeneration:
 
     @property
     def usage(self) -> KVUsage | None:
-        """The usage of the first choice's last delta. Before that delta, the
-        preliminary usage, if it has arrived.
+        """The usage of the first choice's last delta. Until that delta arrives, this is
+        the preliminary usage, or None if no usage has arrived.
         """
         last_delta = self.choices[0].last_delta
         return self.latest_usage if last_delta is None else last_delta.usage
@@ -146,7 +146,7 @@ class PromptGeneration:
         Args:
             logprobs: None for the prompt's first token, which has no logprob.
             num_top: the maximum number of alternatives to report.
-            offset: where the token's text begins in the answer, in characters.
+            offset: the position of the token's text in the answer, in characters.
         """
         token = self._token_text(token_id)
         if logprobs is None:
@@ -217,8 +217,10 @@ class PromptGeneration:
         return text, tokens
 
     def _prompt_logprobs(self) -> list[Any] | None:
-        """Return `prompt_logprobs` in vLLM's format; None if it is not requested, and
-        for a prefill leg, which returns them in its `kv_transfer_params`.
+        """Return `prompt_logprobs` in vLLM's format, or None if they are not requested.
+
+        For a prefill leg, the result is also None: the response has these logprobs in
+        its `kv_transfer_params`.
 
         The list has an entry for each token of the prompt: null for the first token,
         and for all others an object that maps token ids to logprobs.
@@ -235,7 +237,7 @@ class PromptGeneration:
     def _logprobs_by_id(
         self, token_id: int, logprobs: TokenLogprobs, num_top: int
     ) -> dict[str, Any]:
-        """Return, by token id, the logprobs of a prompt token and its alternatives."""
+        """Return the logprobs of a prompt token and its alternatives, by token id."""
         ranked = enumerate(logprobs.top_logprobs, 1)
         top = zip(logprobs.top_ids[:num_top], ranked, strict=False)
         entries = {token_id: (logprobs.rank or None, logprobs.logprob), **dict(top)}
@@ -261,7 +263,8 @@ class PromptGeneration:
 
         A text is echoed as the client sent it. Tokens that the tokenizer put before the
         client's text, such as BOS, have no characters in the echo. If the client sent
-        token ids that end within a character, the character belongs to the answer.
+        token ids that end within a character, the answer contains that character, and
+        the echo does not.
         """
         skips_special = self._client_text is None and self.request.skip_special_tokens
         detokenizer = create_detokenizer(
@@ -290,7 +293,7 @@ class ChoiceStream:
     Args:
         index: the choice's index in the response.
         prompt: the prompt that the choice continues.
-        add: the engine's request for the prompt.
+        add: the request to the engine for the prompt.
         tool_parser: separates tool calls from the text; None if the choice cannot have
             tool calls.
         reasoning: separates the model's reasoning from the text.
@@ -299,9 +302,10 @@ class ChoiceStream:
         num_tokens: the number of generated tokens. Tokens after a stop string do not
             count.
         num_reasoning_tokens: how many of the `num_tokens` belong to the reasoning.
-        num_accepted_tokens: how many of the `num_tokens` drafters had proposed. After a
-            stop string, this may include tokens that followed it.
-        num_rejected_tokens: the number of other tokens that drafters proposed.
+        num_accepted_tokens: how many of the `num_tokens` drafters had proposed. Until
+            the last delta, this may also count tokens after a stop string.
+        num_rejected_tokens: the number of tokens that drafters proposed and that are
+            not among the `num_tokens`.
         last_delta: the choice's last delta; None until it arrives.
         hit_stop_string: whether a stop string has ended the text.
     """
@@ -341,15 +345,15 @@ class ChoiceStream:
             echoes_prompt=request.wants_echo,
         )
         self._stop_finder = StopFinder(request.stop, keeps_stop=keeps_stop)
-        # The text offset of the next token, for its logprobs. Counts all characters so
-        # far: an echoed prompt, reasoning, and text that is held back.
+        # The text offset that is reported with the next token's logprobs. It counts all
+        # characters so far: an echoed prompt, reasoning, and text that is held back.
         self._num_chars = 0
         self._is_first_piece = True
         self._tool_parser = tool_parser
         self.num_reasoning_tokens = 0
         self.num_accepted_tokens = 0
         self.num_rejected_tokens = 0
-        # How many of the last tokens have text that the reasoning parser holds back.
+        # Number of the latest tokens with text that the reasoning parser holds back.
         # These tokens count as reasoning unless `_finish` assigns them to the answer.
         self._num_held_back = 0
         self._reasoning_parser = reasoning
@@ -373,7 +377,7 @@ class ChoiceStream:
 
         Returns None for a delta that describes only the prompt. The last piece has the
         finish reason. Even if a stop string has ended the text, the last piece is made
-        only from the engine's last delta, because that delta has the usage.
+        from the engine's last delta, because only the last delta has the final usage.
         """
         self.num_accepted_tokens += delta.accepted_tokens
         self.num_rejected_tokens += delta.rejected_tokens
@@ -450,7 +454,8 @@ class ChoiceStream:
 
     def _finish(self, piece: ChoicePiece, delta: TokenDelta) -> None:
         self.last_delta = delta
-        # The engine has also accepted tokens after a stop string.
+        # The engine also counts accepted tokens that follow a stop string. These tokens
+        # count as rejected here, because they are not part of the answer.
         surplus = max(0, self.num_accepted_tokens - self.num_tokens)
         self.num_accepted_tokens -= surplus
         self.num_rejected_tokens += surplus

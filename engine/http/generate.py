@@ -77,7 +77,7 @@ async def respond(request: Request, *, api: Api, endpoint: Endpoint) -> Response
 
 
 def _release_referenced_kv(api: Api, members: dict[str, Any]) -> None:
-    """Release the KV to which a request refers. The request has not started.
+    """Release the KV to which a request refers, because the request could not start.
 
     Does nothing if the sender of the request releases the KV itself.
 
@@ -103,7 +103,7 @@ async def _start(
     The call enters the queue once it has been checked and its tokens are counted.
 
     Args:
-        members: the body's members. Removes `baton_resume`, and sets a missing `model`.
+        members: the body's members. Removes `baton_resume`, and adds a missing `model`.
         num_bytes: the size of the body.
 
     Raises:
@@ -165,7 +165,7 @@ async def _prepare(
     """Parse, check and tokenize a call.
 
     Returns:
-        The parsed request, and the engine's requests, one for each prompt.
+        The parsed request, and the requests to the engine, one for each prompt.
 
     Raises:
         BatonError: the call is invalid, or this server cannot serve it.
@@ -217,7 +217,7 @@ def _make_adds(
     limits: list[int],
     retentions: list[list[Retention]],
 ) -> list[AddRequest]:
-    """Return the engine's request for each prompt.
+    """Return the request to the engine for each prompt.
 
     Args:
         prompts: the token ids of each prompt.

@@ -1,4 +1,4 @@
-"""Checks a request against this server's model, vocabulary, context and batch."""
+"""Checks whether a request fits this server's model, vocabulary, context and batch."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,24 +14,25 @@ from protocol.openai.structured import GuidedDecoding
 from protocol.openai.tools import schema_text
 from protocol.short_repr import short_repr
 
-# The most tokens that all sequences of one request may have together, prompts included.
+# Maximum total number of tokens in the sequences of one request, including the prompts.
 # The limit is higher if --max-num-seqs sequences of full context length have more
-# tokens.
+# tokens than this number.
 MAX_REQUEST_TOKENS = 1 << 22
-# A shorter choice counts as this number of tokens: even a short choice takes memory.
+# A shorter choice counts as this many tokens, because even a short choice takes memory.
 MIN_CHOICE_TOKENS = 256
-# The most logprobs of prompt tokens in one response, where each takes 100 bytes. The
-# event loop writes those of a stream, at a few microseconds each, so streams have a
-# lower limit. A thread writes other responses, except for references to KV.
+# Maximum numbers of prompt-token logprobs in one response. Each takes 100 bytes.
+# Streams have a lower limit, because the event loop encodes their logprobs, at a few
+# microseconds each. A thread encodes the logprobs of other responses, except those in
+# kv_transfer_params.
 MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STREAMED_LOGPROBS = 1 << 15
-# The most logprobs of output tokens in one response. This number of logprobs takes
+# Maximum number of output-token logprobs in one response. This many take
 # about 0.3 GB.
 MAX_OUTPUT_LOGPROBS = 1 << 23
 
 
 def set_default_model(members: dict[str, Any], served: str) -> None:
-    """Set `model` in a body without it, and check the `model` of other bodies.
+    """Set `model` in a body that lacks it; otherwise check the body's `model`.
 
     Args:
         members: the members of the body.
@@ -84,9 +85,9 @@ def check_against_server(
 def guided_decodings(parsed: GenerationRequest) -> list[GuidedDecoding]:
     """Return the grammars that the server must compile before it accepts a request.
 
-    The grammar of the output comes last. If `tool_choice` is "required", the schemas of
-    all tools precede the grammar, so that an error names the tool. The schemas of tools
-    that need not be called are not enforced, so they are left out.
+    The last grammar is that of the output. If `tool_choice` is "required", the schemas
+    of all tools precede it, so that an error names the tool with the wrong schema. If
+    the model need not call a tool, the schemas are not enforced, so they are left out.
 
     Raises:
         InvalidRequest: the schemas of the tools are too long.
@@ -116,7 +117,8 @@ def context_length_error(
 ) -> Exception:
     """Return the error for a prompt that does not fit the context.
 
-    The message begins as OpenAI's does, because client libraries search for that text.
+    The message begins like OpenAI's message, because client libraries search for that
+    beginning.
 
     Args:
         param: the request's field that has the prompt.
@@ -145,7 +147,8 @@ def output_token_limit(
     Raises:
         ContextLengthExceeded: the context is too short for the prompt, or for the
             prompt and the request's `max_tokens`.
-        InvalidRequest: `min_tokens` exceeds the default for an absent `max_tokens`.
+        InvalidRequest: the request has no `max_tokens`, and its `min_tokens` exceeds
+            the default limit.
     """
     free_tokens = max_model_len - num_prompt_tokens
     requested = parsed.token_limit
@@ -233,8 +236,8 @@ def check_num_tokens(
     length, whichever is larger.
 
     Args:
-        lengths: for each prompt, the number of its tokens plus the most tokens that one
-            choice may have.
+        lengths: for each prompt, its number of tokens plus the maximum number of tokens
+            in one choice.
     """
     num_choices = parsed.num_candidates
     size = num_choices * sum(max(length, MIN_CHOICE_TOKENS) for length in lengths)

@@ -35,9 +35,10 @@ from protocol.process.logging import get_logger, request_context
 
 log = get_logger(__name__)
 
-# The most opening brackets, commas and colons, with their weights below, in the members
-# that proxies add. The limit bounds the time to decode these members to 0.2 s. A
-# reference from a server stays below the limit: 2**19 logprobs have 3.7 million marks.
+# Maximum number of marks (opening brackets, commas and colons) in the members that
+# proxies add, each counted with its weight in _MARK_WEIGHTS. It bounds the time to
+# decode these members to 0.2 s. A server's reference to KV has fewer: 3.7 million marks
+# for 2**19 logprobs.
 MAX_MARKS = 5 << 20
 # Each colon belongs to a member of an object, which takes longer to decode than an
 # element of a list.
@@ -113,8 +114,8 @@ async def read_json(
     A thread parses a large body, so that the event loop is not blocked.
 
     Args:
-        max_bytes: the largest body in bytes. The members that proxies add do not count,
-            but may have KV_PARAMS_BYTES at most.
+        max_bytes: the maximum size of the body without the members that proxies add.
+            These members may have at most KV_PARAMS_BYTES.
         is_held: whether the body counts against --max-held-bytes; see `read_body`.
 
     Raises:

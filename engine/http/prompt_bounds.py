@@ -1,8 +1,9 @@
 """Refuses prompts that cannot fit the context, before they are validated and rendered.
 
-Only prompts that certainly do not fit are refused. Each message, part of a message and
-tool call has at least one token. No token has more characters than the longest token of
-the vocabulary. A prediction of the answer has the limits of one prompt.
+Only prompts that certainly do not fit are refused. A prompt can have too many items:
+each message, part of a message and tool call has at least one token. Or it can have too
+many characters: no token has more characters than the vocabulary's longest token. The
+same limits apply to the client's prediction of the answer (`prediction`).
 """
 
 from collections.abc import Iterator
@@ -10,13 +11,13 @@ from typing import Any
 
 from protocol.errors import ContextLengthExceeded
 
-# A prompt within these numbers of items and characters is accepted here, even if the
-# context is short: it is quick to render, and tokenizing stops at twice the length of
-# the context. An item is a message, a part of a message, a tool call or a tool.
+# The checks accept a prompt of at most this size even if the context is short. Such a
+# prompt is quick to render, and tokenizing stops at twice the length of the context. An
+# item is a message, a part of a message, a tool call or a tool.
 MIN_ITEMS_LIMIT = 1024
 MIN_CHARS_LIMIT = 1 << 22
-# The most characters that Unicode normalization composes into one character. Some Greek
-# letters, such as U+1F82, consist of four.
+# Maximum number of characters that Unicode normalization composes into one character.
+# Some Greek letters, such as U+1F82, are composed of four characters.
 _COMPOSED_CHARS = 4
 _ITEM_FIELDS = (
     "messages",
@@ -25,7 +26,7 @@ _ITEM_FIELDS = (
     "tools",
 )  # the fields of a body that have items
 _PART_FIELDS = ("content", "tool_calls")  # the fields of a message that have items
-_PREDICTION = "prediction"  # a member that has parts like a message
+_PREDICTION = "prediction"  # a member that has parts, like a message
 
 
 def check_num_items(members: dict[str, Any], max_model_len: int) -> None:
@@ -101,9 +102,9 @@ def _refuse(field: str, size: str, limit: int, max_model_len: int) -> None:
 
 
 def _num_further_items(item: Any) -> int:
-    """Return how many content parts and tool calls a message has besides the first.
+    """Return the number of a message's content parts and tool calls after the first.
 
-    The first part and the first call do not count, because the caller counts the
+    The first part and the first call are left out, because the caller counts the
     message itself as one item.
     """
     if not isinstance(item, dict):
@@ -115,7 +116,7 @@ def _num_further_items(item: Any) -> int:
 def _prompt_lengths(
     members: dict[str, Any], max_items: int
 ) -> Iterator[tuple[str, int]]:
-    """Yield the field and the number of characters of each prompt."""
+    """Yield the field name and the number of characters of each prompt."""
     prompts = members.get("prompt")
     prompts = prompts if isinstance(prompts, list) else [prompts]
     # Validation accepts at most `max_items` prompts. A longer list can only be valid if

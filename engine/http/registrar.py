@@ -1,6 +1,6 @@
 """Registers this server with proxies, and deregisters it when it shuts down.
 
-The registration is repeated before it expires.
+Each registration is repeated before it expires.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ logger = get_logger(__name__)
 
 TIMEOUT_S = 5.0  # for one registration, and for one look-up of a host name
 LEAVE_TIMEOUT_S = 1.0  # for deregistering from all proxies
-# Half of the pause after the first failure. Each further failure in a row doubles the
-# pause, up to the interval between successful registrations.
+# The pause after the first failure is twice this value. Each further failure in a row
+# doubles the pause, up to the interval between successful registrations.
 RETRY_S = 0.5
-# Each pause is shortened by a random share of at most this. Otherwise servers that
-# started together would register at the same times.
+# Each pause is shortened by a random fraction, which is at most this number. Otherwise
+# servers that started together would register at the same times.
 JITTER = 0.2
-MAX_ANSWER_BYTES = 2**16  # at most this much of a proxy's response is read
-MAX_ADDRESSES = 64  # the most addresses of one host name that are used
+MAX_ANSWER_BYTES = 2**16  # maximum number of bytes read from a proxy's response
+MAX_ADDRESSES = 64  # maximum number of addresses used per host name
 
 
 class Registrar:
@@ -113,8 +113,8 @@ class Registrar:
             leaving: whether the server is shutting down and must get no new requests.
 
         Returns:
-            "" if all proxies accepted the record. Otherwise, why one of the proxies did
-            not accept it.
+            "" if all proxies accepted the record. Otherwise, the reason why one of the
+            proxies did not accept it.
         """
         url = URL(proxy)
         posts = [
@@ -132,7 +132,7 @@ class Registrar:
             named_proxy: the proxy's URL with the host name.
 
         Returns:
-            Why the proxy did not accept the record; "" if it did.
+            The reason why the proxy did not accept the record; "" if it accepted.
         """
         record = msgspec.structs.replace(
             self._record, issued_ms=int(time.time() * 1000), leaving=leaving
@@ -175,7 +175,7 @@ async def addresses_of(url: URL) -> list[str]:
     except (OSError, TimeoutError):  # the connection attempt reports the problem
         return [url.host]
     # A single proxy can have an IPv4 and an IPv6 address, and may listen on only one of
-    # them. So only the IPv4 or only the IPv6 addresses count, whichever are more.
+    # them. So only the address family with the most addresses is used.
     (family, count), *_ = Counter(info[0] for info in infos).most_common()
     if count == 1:
         return [url.host]

@@ -1,6 +1,6 @@
-"""The spans of one request at a server: the request, and its phases.
+"""The trace spans of one request at a server: one for the request, one for each phase.
 
-The phases happen in the engine, which reports their times when the request ends.
+The engine reports the times of the phases when the request ends.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ class RequestSpan:
         """Return the span of a request that has arrived; None if it is not sampled.
 
         Args:
-            tracer: None: no request is traced.
+            tracer: None if tracing is off.
             headers: the headers of the request.
         """
         if tracer is None:

@@ -40,9 +40,9 @@ _OUTCOMES = (
     "moved",
 )
 _COMPLETE_OUTCOMES = ("stop", "length", "tool_calls")
-# Phases with a histogram. Transfers have baton_kv_transfer_seconds.
+# Phases with a histogram. baton_kv_transfer_seconds measures transfers instead.
 _MEASURED_PHASES = {"queue", "prefill", "decode"}
-MAX_RECENT = 256  # ended requests that GET /stats can report
+MAX_RECENT = 256  # maximum number of ended requests that GET /stats reports
 # GET /stats reports the engine's metrics with these prefixes.
 _ENGINE_METRIC_PREFIXES = (
     "baton_requests_",
@@ -70,10 +70,10 @@ class ServerMetrics(Metrics):
         endpoints: the values of the label `endpoint`.
         model_name: the value of the label `model_name`.
         role: the server's role.
-        options: the metrics' names, and where traces are sent.
+        options: set the names of metrics, and the destination of traces.
 
     Attributes:
-        tracer: sends the spans of requests; None if there are no traces.
+        tracer: sends the spans of requests; None if tracing is off.
         num_ended: how many requests have ended since the start.
     """
 
@@ -98,7 +98,7 @@ class ServerMetrics(Metrics):
         """Store the report on a request that has ended, and count it.
 
         Args:
-            trace_id: the trace that has the request's spans; None: they are not stored.
+            trace_id: the trace with the request's spans; None if there is no trace.
         """
         self._recent.append(request)
         self.num_ended += 1
@@ -128,8 +128,8 @@ class ServerMetrics(Metrics):
 
         Args:
             since: the sequence number of the first request to report. A number above
-                `num_ended` is from before a restart of the server. All recent requests
-                are then reported.
+                `num_ended` dates from before a restart of the server. In that case, all
+                recent requests are reported.
             server: the server's description.
             engine_values: the engine's metrics.
 
@@ -162,7 +162,7 @@ class RequestStats:
 
     Attributes:
         share: identifies the client's API key to the engine; see AddRequest.share.
-        report: what this server did for the request; None until the request has ended.
+        report: the report on the request; None until the request has ended.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RequestStats:
         self._metrics.inc("baton_prompt_tokens", num_prompt_tokens)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once, when the request ends for any reason."""
+        """Register a callback, which is called once when the request ends."""
         self._end_callbacks.append(callback)
 
     def add_tokens(self, count: int) -> None:
@@ -241,7 +241,7 @@ class RequestStats:
         self._end("moved", "migrated to another server")
 
     def mark_failed(self, error: BaseException) -> None:
-        """Record that `error` ended the request. Has no effect after the end."""
+        """Record that `error` ended the request, if the request has not ended yet."""
         if isinstance(error, BatonError):
             outcome = "rejected" if isinstance(error, RequestError) else "error"
             # The message of an InvalidRequest quotes the client's text, which must not

@@ -1,10 +1,10 @@
 """Streams that may migrate to another server, and streams that resume at this server.
 
 See protocol/resume.py for the format. The bytes of a response are a function of the
-request and the generated tokens. So this server creates a new state for the resumed
-request, feeds it the tokens that the client already has, and discards the resulting
-bytes. An incomplete character, stop string or tool call is then in the state in which
-the previous server left it, and the engine continues after these tokens.
+request and the generated tokens. So this server creates a new state for a resumed
+request, and feeds the tokens that the client already has to this state. The resulting
+bytes are discarded. An incomplete character, stop string or tool call then has the same
+state as at the previous server, and the engine continues after these tokens.
 """
 
 import secrets
@@ -26,15 +26,15 @@ from protocol.messages import AddRequest, ResumedChoice, TokenDelta
 from protocol.resume import Origin, Resume
 from protocol.server_stats import RequestReport
 
-# Bytes of frames that a stream may send between the start and the end of its migration.
+# Maximum size of the frames that a stream sends while it migrates.
 _MARGIN_BYTES = 1 << 15
-# The parts of the geometry that affect which tokens are generated. This server and the
-# one at which a stream began may differ in other parts, such as the number of ranks.
+# The parts of the geometry that affect which tokens are generated. The server at which
+# a stream began and this server may differ in other parts, such as the number of ranks.
 _GEOMETRY_IN_DIGEST = ("kv_digest", "device", "dtype", "kv_dtype")
 
 
 def _digest(api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]) -> str:
-    """Return a digest of what determines a response, except its tokens and the seed."""
+    """Return a digest of a response's inputs, without generated tokens and the seed."""
     geometry = api.client.require_ready().geometry
     settings = api.settings
     prompts = [
@@ -74,7 +74,7 @@ def pop_resume(members: dict[str, Any], secret: bytes) -> Resume | None:
 def resume_requests(
     resumed: Resume, api: Api, endpoint: Endpoint, adds: Sequence[AddRequest]
 ) -> list[AddRequest]:
-    """Return the engine's requests with the tokens that the client already has.
+    """Return `adds` with the tokens that the client already has.
 
     The requests also get the seed and the token limits with which the stream began.
 
@@ -142,7 +142,7 @@ def _sent_tokens(
 
 
 def has_open_choice(add: AddRequest) -> bool:
-    """Whether this server must generate tokens.
+    """Whether this server must still generate tokens for a request.
 
     False for a resumed request if all its choices ended at the previous server.
     """
@@ -157,13 +157,13 @@ class Framing:
 
     Attributes:
         origin: the id, the seed and the limits with which the response began.
-        is_requested: whether the proxy requests frames. If not, none are sent.
+        is_requested: whether the proxy requests frames. If not, no frames are sent.
         resumed: the stream that this response continues, or None.
-        is_movable: whether the response may migrate together with its KV. It then has
-            one prompt, and other servers can read this server's KV.
+        is_movable: whether the response may migrate together with its KV. Requires a
+            single prompt, and that other servers can read this server's KV.
         is_stream: whether the client receives the response as a stream.
-        keeps_logprobs: whether frames contain logprobs that the client already has,
-            because a later event repeats them.
+        keeps_logprobs: whether frames contain logprobs that the client already has.
+            This is necessary if a later event repeats these logprobs.
     """
 
     origin: Origin
@@ -196,7 +196,7 @@ class Framing:
 
         Args:
             headers: the request's HTTP headers, in which a proxy requests frames.
-            adds: the engine's requests, one for each prompt.
+            adds: the requests to the engine, one for each prompt.
             resumed: the stream that the request continues, or None.
             is_stream: see Framing.
             keeps_logprobs: see Framing.
@@ -208,7 +208,7 @@ class Framing:
         if header is not None:
             is_requested = resume.is_frames_request(api.secret, request_id, header)
         has_one_prompt = len(adds) == 1
-        # A migrating response that is not a stream would lose its prompt's logprobs.
+        # A response that is not a stream would lose the prompt's logprobs if it moved.
         keeps_prompt_logprobs = is_stream or adds[0].num_prompt_logprobs is None
         is_movable = bool(
             is_requested
@@ -241,7 +241,7 @@ class Framing:
 
     @property
     def may_migrate(self) -> bool:
-        """Whether the proxy can still store all frames, which a migration needs."""
+        """Whether the frames are still small enough to be stored for a migration."""
         return self._num_bytes < resume.MAX_HISTORY_BYTES - _MARGIN_BYTES
 
     def add_delta(self, index: int, delta: TokenDelta) -> None:
@@ -257,7 +257,7 @@ class Framing:
             )
 
     def add_migrated(self, index: int, delta: TokenDelta) -> None:
-        """Add what the last delta of a migrating choice counts to the next frame.
+        """Add the drafted-token counts in a migrating choice's last delta to a frame.
 
         Args:
             index: the choice's index in the response.
@@ -266,7 +266,7 @@ class Framing:
             self.add_delta(index, replace(delta, finish_reason=None, usage=None))
 
     def origin_frame(self) -> bytes:
-        """Return the frame that begins a new stream, with its origin.
+        """Return the first frame of a new stream, which contains the stream's origin.
 
         Returns b"" for a resumed stream, and if the proxy requests no frames.
         """
@@ -320,7 +320,7 @@ class Framing:
         return held_frames + resume.frame(text, event)
 
     def wrap_error(self, error: BatonError, event: bytes) -> bytes:
-        """Return an error event in a frame that says whether the proxy may fail over.
+        """Return an error event in a frame that shows whether the proxy may fail over.
 
         Returns only the event if the proxy requests no frames.
         """

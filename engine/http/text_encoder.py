@@ -1,14 +1,14 @@
 """Tokenizes a call's prompts in threads, so that no stream has to wait.
 
-text_workers.py has the threads. prompt_bounds.py checks the members of a body, before
-this file checks the lengths of its prompts.
+text_workers.py has the threads. prompt_bounds.py checks the members of a request's
+body, before this file checks the lengths of the prompts.
 
 A text that cannot fit the model's context is refused before all of it is tokenized:
 tokenizing a megabyte takes a second and some hundreds of megabytes of memory. This file
 checks the text that the chat template renders, not the messages, because a template may
 leave messages out and may add tools and variables.
 
-Text in a message that looks like a control token is tokenized as text
+Text in a message that looks like a control token is tokenized as ordinary text
 (engine/text/special_splitter.py).
 """
 
@@ -47,11 +47,12 @@ from protocol.settings.settings import EngineSettings
 # A text of at most this many characters per token of the context is tokenized without
 # a check of its length. Few texts have longer tokens on average.
 _LIKELY_CHARS_PER_TOKEN = 16
-# A prediction has at most this number of tokens more than the answer may have: the
-# answer may leave out parts of it.
+# A prediction may have this number of tokens more than the answer, because the answer
+# may leave out parts of the prediction.
 PREDICTION_MARGIN_TOKENS = 1024
-# The tokens of the predictions of all prompts of a request. Each prompt has a copy of
-# the prediction, so a short body with many prompts could otherwise fill the memory.
+# Maximum number of predicted tokens for all prompts of a request together. Each prompt
+# has a copy of the prediction, so a short body with many prompts could otherwise fill
+# the memory.
 MAX_PREDICTED_TOKENS = 1 << 20
 
 _T = TypeVar("_T")
@@ -82,8 +83,8 @@ class TextEncoder:
 
     Args:
         tool_call_parser: the option --tool-call-parser.
-        split_special_tokens: whether text of messages that looks like a control token
-            is tokenized as text.
+        split_special_tokens: whether message text that looks like a control token is
+            tokenized as ordinary text.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class TextEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._tool_call_parser = tool_call_parser
-        # If this is None, text of messages may become control tokens.
+        # If None, message text that looks like a control token becomes that token.
         self._splitter = create_splitter(tokenizer) if split_special_tokens else None
         self._workers = TextWorkers()
 
@@ -104,7 +105,7 @@ class TextEncoder:
         check_num_items(members, max_model_len)
 
     def check_num_chars(self, members: dict[str, Any], max_model_len: int) -> None:
-        """Refuse a body with too long prompts; see prompt_bounds.check_num_chars."""
+        """Refuse a body with overlong prompts; see prompt_bounds.check_num_chars."""
         check_num_chars(members, max_model_len, self._tokenizer.longest_token_chars)
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
@@ -123,10 +124,10 @@ class TextEncoder:
         *,
         unchecked_chars: int = INLINE_CHARS,
     ) -> list[list[int]]:
-        """Return the token ids of each prompt, truncated if the request says so.
+        """Return the token ids of each prompt, truncated if the request asks for it.
 
-        A prompt may have more than `max_model_len` ids, because only long texts are
-        checked.
+        The result for a short text may exceed `max_model_len` ids, because only the
+        lengths of long texts are checked.
 
         Args:
             num_bytes: the size of the request's body.
@@ -155,14 +156,14 @@ class TextEncoder:
     ) -> list[list[int]]:
         """Return the token ids of the request's `prediction` for each prompt.
 
-        There are no special tokens among them. The caller runs this function in a
-        thread if the prediction is long. A prefill leg has no use for predictions,
-        because it generates one token.
+        The ids include no special tokens. They are empty for a prefill leg, which
+        generates only one token. The caller runs this function in a thread if the
+        prediction is long.
 
         Args:
             limits: for each prompt, how many tokens each of its choices may have.
-            vocab_size: the number of token ids that the model has. A tokenizer may
-                have more.
+            vocab_size: the number of token ids that the model has. Larger ids of the
+                tokenizer are left out.
         """
         if parsed.prediction is None or parsed.is_prefill:
             return [[] for _ in limits]
@@ -189,7 +190,7 @@ class TextEncoder:
     async def retentions(
         self, parsed: GenerationRequest, prompts: list[list[int]], num_bytes: int
     ) -> list[list[Retention]]:
-        """Return the parts of each prompt that the request asks to keep.
+        """Return the parts of each prompt that the request asks the engine to keep.
 
         Args:
             prompts: the token ids of each prompt.
@@ -209,8 +210,8 @@ class TextEncoder:
             for mark in marks
             if mark not in inner_marks
         ]
-        # Truncation removes the beginning of a prompt, so the part before a mark is of
-        # no use to the next request.
+        # Truncation removes the beginning of a prompt, so the next request could not
+        # reuse the part before a mark.
         if inner_marks and parsed.truncate_prompt_tokens is None:
             find = partial(self._find_marks, parsed, inner_marks, len(ids))
             all_retentions[0] += await self.run_python(num_bytes, find)
@@ -221,10 +222,10 @@ class TextEncoder:
     ) -> list[Retention]:
         """Return the parts of a prompt that end at marks.
 
-        The text up to a mark is what the whole prompt and a prompt that ends at the
-        mark have in common. The shorter side of the text is tokenized, so the result
-        may be wrong by the token at the mark. A mark is left out if the template does
-        not write so few messages.
+        To locate a mark in the text, the messages up to the mark are rendered alone.
+        The mark is where this text and the complete text begin to differ. Only the
+        shorter side of the mark is tokenized, so the result may be wrong by the token
+        at the mark. A mark is left out if the template refuses the messages up to it.
 
         Args:
             num_ids: the number of tokens of the whole prompt.
@@ -260,9 +261,9 @@ class TextEncoder:
     ) -> list[int]:
         """Return the token ids of a conversation after dropping its oldest messages.
 
-        Drops only as many messages as needed to get at most `limit` ids. The result is
-        longer only if the last messages, which are never dropped, have more ids. Raises
-        the same errors as `tokenize`.
+        Drops only as many messages as needed to get at most `limit` ids. The result has
+        more ids only if the last messages, which are never dropped, are too long.
+        Raises the errors of `tokenize`.
         """
         num_instructions, starts = possible_starts(parsed.messages)
         # Each message has at least one token, so more than `limit` messages never fit.
@@ -283,7 +284,8 @@ class TextEncoder:
             except ContextLengthExceeded:
                 return False
             # The chat template refuses the messages from `start` on, but might accept
-            # them with more messages before them. So only earlier starts are tried.
+            # them with more messages before them. True makes the search try only
+            # earlier starts.
             except InvalidRequest:
                 return True
             return len(ids_by_start[start]) <= limit
@@ -319,8 +321,8 @@ class TextEncoder:
             self._check_lengths(prompts, parsed.prompt_field, max_model_len, max_chars)
             return prompts
 
-        # Work with a size above LONG_CHARS runs one at a time. Only a `render` that
-        # truncates needs this: truncating tokenizes the prompts.
+        # Work with a size above LONG_CHARS runs one at a time. `render` needs this only
+        # if it truncates, because truncating tokenizes the prompts.
         size = min(num_bytes, LONG_CHARS) if limit is None else num_bytes
         rendered = await self.run_python(size, render)
         num_chars = sum(len(p) for p in rendered if isinstance(p, str))

@@ -4,12 +4,12 @@
                  releases the GIL.
     run_python   is for parsing and rendering. It has few threads, because this work is
                  Python code, and many threads would starve the event loop of the GIL.
-    both         process very long texts one at a time. Tokenizing takes hundreds of
-                 times the memory of the text.
+    both         process very long texts one at a time, because tokenizing takes
+                 hundreds of times the memory of the text.
 
-Waiting work occupies no thread: it waits on the event loop. If its client disconnects,
-waiting work is dropped at once. A thread cannot be interrupted, so running work stops
-at its next call of `raise_if_abandoned`, and counts as running until then.
+Waiting work occupies no thread: it waits on the event loop. Waiting work is dropped at
+once when its client disconnects. A thread cannot be interrupted, so running work stops
+only when it calls `raise_if_abandoned`. Until then, it still occupies its thread.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from protocol.settings.machine import available_cores
 # handing them to a thread.
 INLINE_CHARS = 2048
 LONG_CHARS = 1 << 20  # texts above this length are processed one at a time
-# The most characters of all texts that wait for a thread or that a thread processes.
+# Maximum number of characters in all waiting and running texts together.
 MAX_WAITING_CHARS = 1 << 26
 # Threads for Python code. Each may hold the GIL for 5 ms before the event loop gets it.
 _NUM_PYTHON_THREADS = 2
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class WorkAbandoned(Exception):
-    """The client of this work has disconnected. Raised only in the work's thread."""
+    """Raised in a worker thread when the client of the thread's work disconnected."""
 
 
 _abandoned = contextvars.ContextVar[threading.Event | None]("abandoned", default=None)

@@ -10,14 +10,16 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from protocol.openai.chat import Message
 
-# `last_tokens` encodes this many of the last characters of a text for each requested
-# token, but at least MIN_PART_CHARS. If these have too few tokens, it encodes _GROWTH
-# times as many characters. `first_tokens` does the same with the first characters.
+# `last_tokens` encodes only the end of a text: _CHARS_PER_TOKEN characters for each
+# requested token, and at least MIN_PART_CHARS. If that part has too few tokens, a part
+# of _GROWTH times the size is encoded. `first_tokens` uses the text's beginning in the
+# same way.
 _CHARS_PER_TOKEN = 16
 MIN_PART_CHARS = 2048
 _GROWTH = 4
-# If only a part of a text is encoded, the tokens where it was cut may differ from those
-# in the complete text. So at least this number of tokens are encoded and not returned.
+# If only a part of a text is encoded, the tokens near the cut may differ from those of
+# the complete text. So the part must have at least this many more tokens than are
+# returned.
 _MARGIN_TOKENS = 64
 _INSTRUCTIONS = ("system", "developer")
 
@@ -25,7 +27,7 @@ Encode = Callable[[str], list[int]]
 
 
 def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
-    """Return the last tokens of `text`, at most `limit`, without encoding all of it.
+    """Return at most `limit` last tokens of `text`, without encoding the whole text.
 
     The result begins with the tokens that `encode` puts before every text, such as BOS.
     """
@@ -44,7 +46,7 @@ def last_tokens(text: str, limit: int, encode: Encode) -> list[int]:
 
 
 def first_tokens(text: str, limit: int, encode: Encode) -> list[int]:
-    """Return the first `limit` tokens of `text`, without encoding all of it."""
+    """Return the first `limit` tokens of `text`, without encoding the whole text."""
     size = max(MIN_PART_CHARS, _CHARS_PER_TOKEN * limit)
     ids = encode(text[:size])
     while size < len(text) and len(ids) < limit + _MARGIN_TOKENS:
@@ -54,13 +56,13 @@ def first_tokens(text: str, limit: int, encode: Encode) -> list[int]:
 
 
 def possible_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:
-    """Return how many instructions come first, and where the kept messages may start.
+    """Return the number of leading instructions, and the possible starts.
 
-    Instructions (system and developer messages) are always kept. After them, the kept
-    messages may start at the first message, or at any later message of the user. If
-    even the last message of the user and all messages after it are too long, the kept
-    messages may start at an assistant's message that follows it. So a tool's result is
-    never kept without its call.
+    Truncation keeps the leading instructions (system and developer messages), and all
+    messages from a start on. The first message after the instructions and all later
+    user messages are possible starts. The last turn alone may be too long, so assistant
+    messages after the last user message are also possible starts. A tool message after
+    a dropped message is never a start: a tool's result is not kept without its call.
 
     Returns:
         The number of instructions, and the possible starts as ascending indices.
@@ -86,7 +88,7 @@ async def first_that_fits(
 ) -> int:
     """Return the first of `starts` that fits, or the last start if none fits.
 
-    Uses binary search, because later starts have fewer messages.
+    Uses binary search: later starts have fewer messages, so if one fits, all later fit.
 
     Args:
         starts: indices of messages, in ascending order.
@@ -95,7 +97,7 @@ async def first_that_fits(
     if await fits(starts[0]):
         return starts[0]
     begin = 1
-    end = len(starts) - 1  # the last start is returned without a trial
+    end = len(starts) - 1  # if no earlier start fits, the last is returned unchecked
     while begin < end:
         middle = (begin + end) // 2
         if await fits(starts[middle]):

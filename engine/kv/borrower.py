@@ -7,7 +7,8 @@ and pulls that KV.
 
 All waiting happens on the transfer thread of rank 0. In each round of the core, the
 borrower handles the events that the transfer thread has queued, and changes the states
-of sequences and blocks. The request id of a sequence is also the id of its pull.
+of sequences and blocks. The id of a pull is the request id of its sequence. A pull from
+the KV store has the request id with a random suffix.
 """
 
 import logging
@@ -57,21 +58,20 @@ class Borrower(KVConnector):
     """Connects to other engines, pulls KV, and recovers from failed pulls.
 
     Args:
-        policy: the reaction to a failed pull. With "recompute" the prompt is computed
-            here; with "fail" the client receives the error, unless the pull came from a
-            lookup. In both cases no token is computed from the bytes of the failed
-            pull.
+        policy: the reaction to a failed pull. With "recompute", this engine computes
+            the prompt. With "fail", the client receives the error, unless the pull came
+            from a lookup. No token is ever computed from the bytes of a failed pull.
         quarantine_timeout_s: longest time that a request waits for blocks that only
             the end of hanging READs can free.
-        rates: decides by measurements whether to pull a prefix that, according to the
-            request's hint, another engine has.
+        rates: decides from measurements whether to look up and pull a prefix that
+            another engine may have.
         engine_id: the id of this engine.
-        get_region: returns the region of this host's KV store; None while none can
-            be read.
+        get_region: returns the region of this host's KV store; None while no region
+            can be read.
 
     Attributes:
-        on_promoted: called with a sequence, and the number of its tokens that a lookup
-            has found in the store.
+        on_promoted: called when a lookup has found a prefix of a sequence in the KV
+            store, with the sequence and the number of tokens of the prefix.
     """
 
     def __init__(
@@ -153,17 +153,18 @@ class Borrower(KVConnector):
     def _use_prefix(
         self, sequence: Sequence, remote: RemotePrefill, *, is_in_store: bool
     ) -> None:
-        """Pulls a prefix that a lookup has found, instead of the KV that the reference
-        of a resumed request names."""
+        """Lets a sequence pull the prefix that a lookup has found. If the sequence has
+        a reference already, which only a resumed request has, releases its lease."""
         if sequence.pull is not None:
             self.on_release(sequence.pull.remote)
         if sequence.request.remote is not None:
-            # A failure of this pull must not count as one that the client requested.
+            # The client did not request this pull, so a failure of this pull must not
+            # fail the request (`_may_recompute`).
             for choice in sequence.choices:
                 choice.request = msgspec.structs.replace(choice.request, remote=None)
         pull_id = sequence.request_id
         if is_in_store:
-            # A pull with the request's id may have been given up before.
+            # The request's id may already be the id of a pull that was given up.
             pull_id = f"{sequence.request_id}-{secrets.token_hex(8)}"
         sequence.pull = PromptPull(remote, sequence.request, pull_id)
         if is_in_store:
@@ -180,8 +181,8 @@ class Borrower(KVConnector):
         """Enqueues the sequence if the handshake is complete and the lease exists.
 
         Otherwise starts the handshake, or waits for the lease: an offer gets a lease
-        once a part of its prompt is computed. Until then the sequence must not hold
-        blocks.
+        once a part of its prompt is computed. Before the lease exists, the sequence
+        must not hold blocks.
         """
         if not self._coordinator.can_pull_from(remote):
             self._coordinator.connect(remote)
@@ -194,7 +195,7 @@ class Borrower(KVConnector):
         start = sequence.num_computed
         stop = sequence.pull.num_to_pull(len(sequence.token_ids))
         if start >= stop:
-            # Every block was cached here, so there is nothing to pull.
+            # The prefix cache had all tokens, so there is nothing to pull.
             self._release_remote(sequence)
             scheduler.finish_pull(sequence)
             return
@@ -213,7 +214,7 @@ class Borrower(KVConnector):
     def on_finish(self, sequence: Sequence) -> None:
         times = sequence.times
         if times.drawn is not None and times.admitted is not None:
-            # A pull may have failed long before the request was admitted.
+            # `times.pulled` may be the end of a failed pull, long before the admission.
             began_s = max(times.pulled or 0.0, times.admitted)
             seconds = times.drawn - began_s
             self._rates.record_compute(sequence.accounting.num_computed_here, seconds)
@@ -235,15 +236,15 @@ class Borrower(KVConnector):
         return False
 
     def on_release(self, remote: RemotePrefill) -> None:
-        # A pull that is cancelled before it begins releases its lease.
+        # The lease is released by a pull that is canceled before it begins.
         self._num_releases += 1
         pull_id = f"refused-{self._num_releases}"
         self._coordinator.hold(pull_id, remote)
         self._coordinator.cancel(pull_id)
 
     def _release_remote(self, sequence: Sequence, *, keep_lease: bool = False) -> None:
-        """Ends the pull of a sequence, or gives up a pull that has not begun. The lease
-        on the prefill server is released once no READ is in flight.
+        """Gives up the pull of a sequence, whether or not the pull has begun. The lease
+        on the prefill server is released once no READ of the pull is in flight.
 
         Args:
             keep_lease: whether the lease is kept, so that another decode server may use
@@ -282,8 +283,8 @@ class Borrower(KVConnector):
         self._fail_blocked_on_quarantine()
 
     def _give_up_pulls_without_capacity(self) -> None:
-        """Gives up the waiting pulls that cannot start because of hanging READs. The
-        prompts are then computed here, or the requests fail."""
+        """Gives up the waiting pulls that cannot start because of hanging READs. This
+        engine then computes the prompts, or the requests fail."""
         scheduler = self.core.scheduler
         num_quarantined = scheduler.allocator.num_quarantined
         for sequence in pulls_without_capacity(scheduler):
@@ -294,8 +295,8 @@ class Borrower(KVConnector):
             self._give_up_waiting_pull(sequence, error)
 
     def _break_deadlock(self) -> None:
-        """Gives up one waiting pull if the scheduler has been deadlocked for too long:
-        this engine and another one may wait for each other."""
+        """Gives up one waiting pull if the scheduler has been deadlocked for too long,
+        because this engine and another engine may wait for each other's blocks."""
         victim = self._deadlock.find_victim(self.core.scheduler)
         if victim is not None:
             error = PullCircuitOpen(self._deadlock.explanation())
@@ -328,8 +329,8 @@ class Borrower(KVConnector):
                 self._give_up_waiting_pull(sequence, event.error)
 
     def _on_begun(self, event: PullBegun) -> None:
-        """Records the lease that the other engine has granted for an offer, because it
-        has computed the first part of the prompt. Enqueues the sequence if possible."""
+        """Records the lease that the other engine has granted for an offer after it has
+        computed the first part of the prompt. Enqueues the sequence if possible."""
         sequence = self._pulling.get(event.pull_id)
         if sequence is None or sequence.pull is None:
             return  # the request was aborted
@@ -414,17 +415,18 @@ class Borrower(KVConnector):
         self._give_up_remote(sequence, event.error)
 
     def _give_up_waiting_pull(self, sequence: Sequence, error: BatonError) -> None:
-        """Gives up a pull before its first READ. If the request then fails, another
-        server may use the lease."""
+        """Gives up a pull before its first READ. If the request then fails, the lease
+        is kept, so that another server may use it."""
         may_recompute = self._may_recompute(sequence)
         self._release_remote(sequence, keep_lease=not may_recompute)
         self._give_up_remote(sequence, error)
 
     def _give_up_remote(self, sequence: Sequence, error: BatonError) -> None:
         """Recomputes or fails a sequence that holds no blocks, after its pull was given
-        up with `error`. The store may have KV that need not be computed."""
+        up with `error`. Before the prompt is computed, it may be looked up in the KV
+        store."""
         was_from_store = sequence.pull is not None and sequence.pull.is_from_store
-        # Takes back `enqueue`, because the sequence may wait for a lookup next.
+        # Undoes `enqueue`, because the sequence may wait for a lookup next.
         self.core.grammars.forget(sequence)
         if sequence.phase is Phase.WAITING:
             self.core.scheduler.withdraw(sequence)
@@ -442,8 +444,8 @@ class Borrower(KVConnector):
             self.core.enqueue(sequence)
 
     def _may_recompute(self, sequence: Sequence) -> bool:
-        """Whether the prompt is computed here after a failed pull. Always true for a
-        prefix that a lookup found, because the client did not request that pull."""
+        """Whether this engine computes the prompt after a failed pull. Always true for
+        a prefix that a lookup found, because the client did not request this pull."""
         return self._policy == "recompute" or sequence.request.remote is None
 
     def _report_failure(self, sequence: Sequence, error: BatonError) -> None:

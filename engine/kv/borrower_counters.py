@@ -29,16 +29,17 @@ class BorrowerCounters:
         self._totals["baton_kv_params_rejected"] += 1
 
     def count_redrawn_first_token(self) -> None:
-        """Counts a request with remote KV but without a usable first token, so that the
-        first token is drawn here."""
+        """Counts a request with KV on another engine, but without a usable first token.
+        This engine draws the first token of the request."""
         self._totals["baton_kv_first_tokens_redrawn"] += 1
 
     def count_quarantine_timeout(self) -> None:
-        """Counts a request that failed because quarantined blocks kept it waiting."""
+        """Counts a request that failed because it waited too long for quarantined
+        blocks."""
         self._totals["baton_requests_locked_out"] += 1
 
     def count_lookup(self, outcome: str) -> None:
-        """Counts a prompt with a hint that another engine may have its prefix.
+        """Counts a prompt with a hint. A hint names an engine that may have KV of it.
 
         Args:
             outcome: one of _LOOKUP_OUTCOMES; "computed" if no lookup was sent.
@@ -74,7 +75,7 @@ class BorrowerCounters:
         self._totals["baton_kv_verify_failures"] += 1
 
     def count_failure(self, error: BatonError, *, is_recomputed: bool) -> None:
-        """Counts a failed pull, and whether the prompt is computed here instead."""
+        """Counts a failed pull, and whether this engine computes the prompt instead."""
         self._totals[stat_key("baton_kv_transfers", outcome="failed", path="none")] += 1
         self._totals[stat_key("baton_kv_transfer_failures", code=error.code)] += 1
         if is_recomputed:

@@ -24,7 +24,7 @@ class Connector(KVConnector):
     engines will pull; the borrower handles requests with KV on another engine.
 
     Args:
-        host_tier: the use of the host's KV store; None if there is none.
+        host_tier: connects the engine to the host's KV store; None without a store.
     """
 
     def __init__(

@@ -1,21 +1,21 @@
 """Offers the KV of this engine to the KV store of its host, which pulls a copy.
 
-The copy survives the eviction of the blocks here, and the end of this engine. Blocks
-are offered soon after they were published, so that little is lost if this engine is
-killed. An offer leases the blocks until the store has read them. Nothing waits for the
-store:
+The copy survives the eviction of the blocks from this engine's pool, and the end of
+this engine. Blocks are offered soon after they were published, so that little is lost
+if this engine is killed. An offer leases the blocks until the store has read them. No
+request waits for the store:
 
-- A sequence has at most one offer in flight. Until that ends, new blocks of the
-  sequence are only counted in its entry. They are queued when the offer ends.
-- MAX_OFFERS offers are in flight, with at most MAX_LEASED_SHARE of the pool. A longer
-  part of a sequence is offered piece by piece.
+- A sequence has at most one offer in flight. While this offer is in flight, new blocks
+  of the sequence are only counted in its entry. They are queued when the offer ends.
+- At most MAX_OFFERS offers are in flight, and together they lease at most
+  MAX_LEASED_SHARE of the pool. A longer part of a sequence is offered piece by piece.
 - If the queue is full, its oldest entry is dropped.
 - While requests wait for blocks, only blocks that running sequences use are offered,
-  because these are not available anyway. An offer whose blocks are not in use any more
-  then ends after MAX_HOLD_S.
+  because the waiting requests cannot get these blocks anyway. An offer then ends after
+  MAX_HOLD_S if any of its blocks is no longer used by a sequence.
 
-The table of an offer comes from the prefix index, as that of a lookup, so it only
-contains blocks with good bytes.
+The block table of an offer comes from the prefix index, like the table of a lookup. So
+it contains only blocks with bytes that are known to be good.
 """
 
 import math
@@ -46,10 +46,11 @@ MAX_LEASED_SHARE = 0.125
 MAX_HOLD_S = 0.25
 MAX_QUEUED = 1024  # sequences with blocks to offer, running or ended
 DEMOTION_OUTCOMES = ("stored", "dropped", "lost")
-# A running sequence is offered again when it has grown by this share, because an offer
-# contains the ids of all its tokens. Its end is always offered.
+# A running sequence is offered again only when it has grown by this share, because each
+# offer contains the ids of all its tokens. When it has ended, any growth is offered.
 _MIN_GROWTH = 1 / 64
-# The store renews the lease from the arrival of the offer on.
+# Duration of the lease of an offer. When the offer has arrived, the store renews the
+# lease.
 _LEASE_S = 5.0
 
 
@@ -77,7 +78,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Offer:
-    """An offer whose lease has not ended."""
+    """An offer with a lease that has not ended."""
 
     key: tuple[str, int]
     entry: _Entry
@@ -117,7 +118,7 @@ class Demoter:
     # -- sequences
 
     def on_published(self, sequence: Sequence) -> None:
-        """Queues a sequence whose full blocks may have been published."""
+        """Queues a sequence if it has enough published blocks that are not offered."""
         if self._region is None or _is_for_scoring(sequence):
             return
         block_size = self._core.scheduler.limits.block_size
@@ -134,7 +135,7 @@ class Demoter:
             self._enqueue(key)
 
     def on_end(self, sequence: Sequence) -> None:
-        """Queues what the choices of a request that has ended have not offered yet."""
+        """Queues the choices of an ended request that have blocks not yet offered."""
         for choice in sequence.choices:
             key = (choice.request_id, choice.choice)
             entry = self._entries.get(key)
@@ -181,7 +182,7 @@ class Demoter:
         """Sends the offers that the limits allow now."""
         region = self._get_region()
         if region != self._region:
-            # The new region lacks what the old one had.
+            # A new region has none of the blocks that were offered to the old region.
             self._region = region
             self._queue.clear()
             self._entries.clear()
@@ -204,8 +205,8 @@ class Demoter:
             self._offer(key, region, num_left, is_short=is_short)
 
     def _end_long_offers(self) -> None:
-        """Ends the leases that keep blocks from waiting requests for too long. The
-        store then drops what it has read."""
+        """Ends the leases that have kept blocks from waiting requests for too long. The
+        store then drops the blocks that it has read under such a lease."""
         state_of = self._core.scheduler.allocator.state
         latest_start_s = time.monotonic() - MAX_HOLD_S
         for lease_id, offer in self._offers.items():
@@ -215,7 +216,8 @@ class Demoter:
                 self._leases.abort(lease_id)
 
     def _step_tokens(self, region: StoreRegion) -> int:
-        """The tokens that fill blocks both here and in the store."""
+        """The smallest number of tokens that fills complete blocks both of this engine
+        and of the store."""
         block_size = self._core.scheduler.limits.block_size
         return math.lcm(block_size, region.block_size)
 
@@ -240,12 +242,12 @@ class Demoter:
         *,
         is_short: bool,
     ) -> None:
-        """Offers the blocks that the store lacks, unless these may not be leased now.
+        """Offers the blocks that the store lacks, if these blocks may be leased now.
 
         Args:
             num_left: number of blocks that may be leased.
-            is_short: requests wait for blocks, so blocks that no sequence uses may not
-                be leased.
+            is_short: whether requests wait for blocks. If so, blocks that no sequence
+                uses must not be leased.
         """
         entry = self._entries[key]
         prefix = self._core.scheduler.prefix
@@ -259,7 +261,7 @@ class Demoter:
             return
         del self._queue[key]
         if not blocks:
-            # The blocks have been evicted here, or do not fill a block of the store.
+            # The blocks were evicted from the pool, or fill no block of the store.
             entry.num_offered = entry.num_published
             self._forget_if_done(key)
             return
@@ -295,8 +297,8 @@ class Demoter:
     def _table_to_offer(
         self, prefix: PrefixIndex, entry: _Entry, region: StoreRegion, num_left: int
     ) -> list[int]:
-        """The table of the longest published prefix of a sequence, without the blocks
-        of the tokens that the store has, and with at most `num_left` other blocks."""
+        """The table of the longest published prefix of a sequence. Null blocks replace
+        the blocks that the store has. At most `num_left` other blocks remain."""
         table = self._table_of(prefix, entry, region, entry.num_published)
         if len(without_null_blocks(table)) <= num_left:
             return table
@@ -306,10 +308,10 @@ class Demoter:
     def _table_of(
         self, prefix: PrefixIndex, entry: _Entry, region: StoreRegion, max_tokens: int
     ) -> list[int]:
-        """Like `_table_to_offer`, for at most `max_tokens` tokens."""
+        """Like `_table_to_offer`, but with a limit on tokens instead of blocks."""
         has_windows = prefix.groups.drops_blocks
-        # Blocks of the windows may be missing in a prefix that is cut to full blocks of
-        # the store, so nothing is to be cut off.
+        # With windows, the table must end with a full block of the store. If the store
+        # cut off the last tokens, blocks of the windows before the cut could be absent.
         step = self._step_tokens(region) if has_windows else prefix.block_size
         num_tokens = max_tokens
         table: list[int] = []
@@ -332,7 +334,7 @@ class Demoter:
         return table
 
     def on_lease_ended(self, ended: EndedLease) -> None:
-        """Handles the end of an offer. Does nothing if the lease is of no offer."""
+        """Handles the end of an offer's lease. Ignores all other leases."""
         offer = self._offers.pop(ended.lease_id, None)
         if offer is None:
             return
@@ -342,14 +344,15 @@ class Demoter:
             self._outcomes["stored"] += 1
             num_stored = self._whole_blocks(offer.num_tokens, self._region)
             if num_stored <= entry.num_stored:
-                # The offer did not fill a block of the store, nor would the next one.
+                # The offer filled no new block of the store. Another offer of the same
+                # tokens would not either.
                 entry.num_offered = entry.num_published
             entry.num_stored = num_stored
         else:
             is_lost = ended.outcome is LeaseOutcome.EXPIRED
             self._outcomes["lost" if is_lost else "dropped"] += 1
-            # If the store may have evicted the beginning of the sequence, all of the
-            # sequence is offered once more.
+            # If the offer left out tokens that the store had (`num_stored`), the store
+            # may have evicted them, so the whole sequence is offered once more.
             entry.num_offered = 0 if entry.num_stored else entry.num_published
             entry.num_stored = 0
         if self._entries.get(offer.key) is entry:
@@ -358,14 +361,15 @@ class Demoter:
             self._forget_if_done(offer.key)
 
     def _whole_blocks(self, num_tokens: int, region: StoreRegion) -> int:
-        """The part of `num_tokens` tokens in blocks that are full on both sides: the
-        store has no partial blocks, and an offer begins with a block of this engine."""
+        """Rounds a number of tokens down to full blocks of the store, and then down to
+        full blocks of this engine. The store has no partial blocks, and the next offer
+        begins with a full block of this engine."""
         block_size = self._core.scheduler.limits.block_size
         num_stored = num_tokens // region.block_size * region.block_size
         return num_stored // block_size * block_size
 
     def stats(self) -> dict[str, float]:
-        """Values by series (protocol.metrics)."""
+        """The metric values by series (protocol.metrics)."""
         values = {
             stat_key("baton_host_kv_demotions", outcome=outcome): float(count)
             for outcome, count in self._outcomes.items()
@@ -377,6 +381,7 @@ class Demoter:
 
 
 def _is_for_scoring(sequence: Sequence) -> bool:
-    """Whether the client wants logprobs of the prompt. Such prompts rarely come again,
-    unlike those with `max_tokens` 0, whose KV the client wants to be cached."""
+    """Whether the client requested logprobs of the prompt. Such a prompt is rarely
+    repeated. A request with `max_tokens` 0 and without logprobs does not count: its
+    purpose is to cache the KV of the prompt."""
     return sequence.request.num_prompt_logprobs is not None

@@ -1,9 +1,9 @@
 """Decides which pulls also bring the KV of this engine's drafter.
 
 A drafter that reads hidden states can compute draft KV only after a step of the
-engine's model has computed these states, so its KV is pulled if the peer has it. A
-draft model can also compute the KV of a pulled prompt here; its KV is pulled where that
-is predicted to take less time.
+engine's model has computed these states. So its draft KV is pulled if the peer has it.
+A draft model can compute its own KV of a pulled prompt on this engine. So the KV of a
+draft model is pulled only if the pull is expected to take less time.
 """
 
 from engine.core.connector import CoreServices
@@ -14,7 +14,7 @@ from kvcache.transfer.pulls.messages import key_of
 
 
 class DraftPulls:
-    """The draft KV of an engine's pulls.
+    """Pulls draft KV together with the KV of prompts.
 
     Args:
         coordinator: reports which peers have the same drafter.
@@ -29,14 +29,14 @@ class DraftPulls:
         self._core = core
 
     def begin(self, sequence: Sequence, start: int) -> None:
-        """Decides whether a pull brings draft KV. Called before the pull is ordered.
+        """Decides whether a pull also brings draft KV. Called before the pull begins.
 
         Args:
             start: the first token to pull.
         """
         pull = sequence.pull
         assert pull is not None
-        # How many tokens of an offer have draft KV is known only at its end.
+        # The number of tokens with draft KV is not known before the end of an offer.
         may_have_draft_kv = pull.is_offer or pull.remote.drafted_tokens > start
         token_s = self._core.speculator.catch_up_token_s
         pull.has_draft_kv = (

@@ -1,4 +1,4 @@
-"""The use of the host's KV store by an engine: the link to it, and the demoter."""
+"""Connects an engine to the KV store of its host, and offers KV to the store."""
 
 import time
 
@@ -39,13 +39,13 @@ def _initial_stats() -> dict[str, float]:
 # start, because a Prometheus rate() misses the event with which a counter appears.
 NO_STORE_STATS = _initial_stats()
 
-# Pause between two attempts to connect to a region. The coordinator connects once, and
-# again only if the handshake has failed or the connection was lost.
+# Pause between two calls of PullCoordinator.connect for a region. A later call has an
+# effect only if the handshake has failed or the connection was lost.
 _RECONNECT_S = 2.0
 
 
 class HostTier:
-    """Offers KV to the store, and has the region in which prompts are looked up.
+    """Offers KV to the KV store, and provides the region for lookups of prompts.
 
     Args:
         link: the connection to the store, which this object starts and closes.
@@ -70,8 +70,9 @@ class HostTier:
         link.start()
 
     def poll(self) -> None:
-        """Connects to a new region ahead of the first lookup, because a GPU locks all
-        of the region's memory then. Lets the demoter send its offers."""
+        """Connects to a new region before the first lookup, because a server with a GPU
+        locks all memory of the region, which takes long. Lets the demoter send its
+        offers."""
         now_s = time.monotonic()
         region = self._link.region
         if region != self._region:
@@ -96,15 +97,15 @@ class HostTier:
         return self._link.region
 
     def get_readable_region(self) -> StoreRegion | None:
-        """Returns the region of the store, if pulls from it begin at once. No request
-        waits until a region is connected."""
+        """Returns the region of the store if pulls from it can begin at once. Otherwise
+        returns None, so that no request waits for a connection to the region."""
         region = self._link.region
         if region is None or not self._coordinator.is_prepared(region.hint()):
             return None
         return region
 
     def stats(self) -> dict[str, float]:
-        """Values by series (protocol.metrics)."""
+        """The metric values by series (protocol.metrics)."""
         return {
             **NO_STORE_STATS,
             "baton_host_kv_up": float(self.get_readable_region() is not None),

@@ -1,9 +1,10 @@
 """The lender component of an engine: leases KV blocks to other engines.
 
-A leased block has the state LEASED. A signed reference contains all that a reader needs
-to read the block. The thread of the lease server stores the leases and answers
-borrowers without waiting for a step. The lender grants leases on the core's thread. In
-each round of the core, the lender returns the blocks of ended leases to the allocator.
+A leased block that no sequence uses has the state LEASED. A signed reference contains
+all data that a reader needs to read leased blocks. The lease server stores the leases.
+Its thread answers borrowers without waiting for a step. The lender grants leases on the
+core's thread. In each round of the core, it returns the blocks of ended leases to the
+allocator.
 """
 
 from collections.abc import Callable
@@ -109,8 +110,9 @@ class Lender(KVConnector):
         """Leases the prompt's blocks that are full and not yet leased, if a borrower
         has subscribed to the prompt.
 
-        The blocks stay leased if the sequence is preempted. The sequence then finds
-        these blocks in the prefix index, so it does not need as many blocks again.
+        The blocks stay leased if the sequence is preempted. When the sequence is
+        admitted again, it finds these blocks in the prefix index, so it needs no other
+        blocks for their tokens.
         """
         transfer_id = self._transfer_id(sequence)
         scheduler = self.core.scheduler
@@ -120,7 +122,8 @@ class Lender(KVConnector):
             return  # the prompt is complete: on_finish leases the rest
         if scheduler.limits.groups.drops_blocks:
             # After a preemption, the prefix index may lack blocks before the sequence's
-            # windows, so the sequence would need as many blocks again.
+            # windows. The sequence would then need other blocks in addition to the
+            # leased blocks. So nothing is leased before the prompt is complete.
             return
         with self._leases.offers() as (offers, _):
             first_block = offers.num_leased_blocks(transfer_id)
@@ -189,8 +192,9 @@ class Lender(KVConnector):
     def _lease_table(
         self, sequence: Sequence, transfer_id: str, table: list[int]
     ) -> tuple[list[int], str]:
-        """Leases all blocks of a table: in the lease of the offer, or else in a new
-        lease. Returns the leased blocks and the id of the lease."""
+        """Leases all blocks of a table. Adds them to the lease of the offer if that is
+        possible, and otherwise grants a new lease. Returns the leased blocks and the id
+        of the lease."""
         with self._leases.offers() as (offers, _):
             leased = offers.leased_blocks(transfer_id)
         if leased:
@@ -198,7 +202,7 @@ class Lender(KVConnector):
             lease_id = self._grow_lease(sequence, transfer_id, rest, seals=True)
             if lease_id:
                 return [*leased, *rest], lease_id
-        # There is no lease to grow, so a new one is granted. This is useful even if the
+        # No lease can grow, so a new lease is granted. This is useful even if the
         # offer's lease has ended, because a second reader may still pull the KV.
         self.core.scheduler.allocator.lease(without_null_blocks(table))
         lease_id = self._leases.grant(sequence.request_id, table, self._config.lease_s)
@@ -280,9 +284,8 @@ class Lender(KVConnector):
         request from running, and a lease can end only after this prompt is computed.
 
         Such a lease is on blocks that the prompt filled before a preemption, or on
-        blocks of another prompt of the same HTTP request. If there are several such
-        prompts, each round moves the last of them to the head, so that each is tried in
-        turn.
+        blocks of another prompt of the same HTTP request. If the queue has several such
+        prompts, each round moves the last of them to the head, so that all are tried.
         """
         was_deadlocked = self._was_deadlocked
         self._was_deadlocked = self.core.scheduler.is_deadlocked
@@ -297,8 +300,8 @@ class Lender(KVConnector):
                 return
 
     def _look_up(self, lookup: Lookup) -> RemotePrefill | None:
-        """Leases the longest cached prefix of a prompt; see LookupAnswerer. Leaves as
-        many blocks as the first waiting request needs."""
+        """Leases the longest cached prefix of a prompt; see LookupAnswerer. Leaves
+        enough blocks for the first waiting request."""
         scheduler = self.core.scheduler
         num_needed = 0
         for sequence in islice(scheduler.waiting, 1):

@@ -1,10 +1,10 @@
 """Looks up the beginning of a prompt where its KV may be: on the engine that the
 request's hint names, and in the KV store of this host.
 
-A lookup is sent only if a pull is likely to take less time than computing the tokens.
-A lookup in the store is given up when a pull can no longer take less time.
-The engine of the hint comes first, because a proxy has a reason to name it. If it has
-nothing, or does not answer in time, the store is next.
+A lookup is sent only if a pull is likely to take less time than computing the tokens. A
+lookup in the store is given up when a pull can no longer save time. The engine that the
+hint names is queried first, because the proxy expects it to have the KV. If this engine
+has no KV, or does not answer in time, the store is queried next.
 """
 
 import logging
@@ -27,8 +27,8 @@ from protocol.messages import KVHint, RemotePrefill
 
 logger = logging.getLogger("baton.kv")
 
-# After the store has not answered a lookup for MIN_STALL_S, no prompt waits for the
-# store for STORE_PAUSE_S.
+# If the store does not answer a lookup within MIN_STALL_S, prompts are not looked up in
+# the store for STORE_PAUSE_S.
 MIN_STALL_S = 0.25
 STORE_PAUSE_S = 5.0
 
@@ -39,9 +39,9 @@ class _OpenLookup:
 
     Attributes:
         target: the engine or store that is queried now.
-        next_targets: those to query if `target` has nothing.
-        num_cached: number of tokens that need no lookup.
-        max_tokens: number of tokens to look up.
+        next_targets: engines or stores to query if nothing is found on `target`.
+        num_cached: number of first tokens that need no lookup.
+        max_tokens: number of tokens to look up, including these first tokens.
     """
 
     sequence: Sequence
@@ -53,7 +53,7 @@ class _OpenLookup:
 
 @dataclass(frozen=True)
 class PrefixFound:
-    """The end of a lookup.
+    """The result of a lookup that has ended.
 
     Attributes:
         sequence: None if the request was aborted during the lookup.
@@ -70,10 +70,10 @@ class PrefixLookups:
     """The lookups of one engine, at most one for each request.
 
     Args:
-        rates: decides by measurements whether to pull a prefix.
+        rates: decides from measurements whether to pull a prefix.
         engine_id: the id of this engine.
-        get_region: returns the region of this host's store; None while none can be
-            read.
+        get_region: returns the region of this host's KV store; None while no region
+            can be read.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class PrefixLookups:
         """Sends a lookup, if pulling the prefix is likely to take less time than
         computing it. Returns whether a lookup was sent.
 
-        A request that resumes here also has outputs, which only the store may have in
-        addition to the prompt. If such a request has a reference to KV of its prompt,
-        the lookup must find more than the reference names.
+        For a request that resumes on this engine, the outputs so far are looked up
+        together with the prompt. If such a request has a reference to KV, only the
+        store is queried, and it must have KV of more tokens than the reference.
         """
         request = sequence.request
         pull = sequence.pull
@@ -160,15 +160,16 @@ class PrefixLookups:
         return True
 
     def _max_tokens(self, sequence: Sequence) -> int:
-        """The number of tokens whose KV may be pulled. The last token is computed,
-        because the next one is drawn from its logits."""
+        """The largest number of tokens to pull KV for. The last token must be computed,
+        because the next token is drawn from its logits."""
         num_tokens = len(sequence.token_ids)
         if sequence.choices.children:
             num_tokens = sequence.num_prompt_tokens
         return self._core.scheduler.tables.resume_limit(sequence, num_tokens - 1)
 
     def _cached_table(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """The table of the tokens that need no lookup."""
+        """The table of the tokens that need no lookup, because this engine has cached
+        them."""
         prefix = self._core.scheduler.prefix
         if prefix is None:
             return []
@@ -206,8 +207,9 @@ class PrefixLookups:
         return should_pull
 
     def _has_next_target(self, lookup: _OpenLookup) -> bool:
-        """Makes the next target of a lookup its target. Targets from which a pull does
-        not pay any more, by the speeds measured since, are left out."""
+        """Sets the target of a lookup to its next target. Skips targets from which a
+        pull would not save time any more, according to new measurements. Returns False
+        if no target is left."""
         while lookup.next_targets:
             lookup.target = lookup.next_targets.pop(0)
             if self._is_worth_a_pull(
@@ -220,8 +222,8 @@ class PrefixLookups:
         sequence = lookup.sequence
         target = lookup.target
         num_missing = lookup.max_tokens - lookup.num_cached
-        # The measured speed of the link may have expired since the last call, so that
-        # no number of tokens is enough.
+        # The estimates for the link may have changed since `_is_worth_a_pull`, so that
+        # `min_pull_tokens` may now be infinite.
         min_pull_tokens = self._rates.min_pull_tokens(key_of(target))
         min_tokens = math.ceil(min(min_pull_tokens, num_missing))
         request = Lookup(
@@ -231,8 +233,8 @@ class PrefixLookups:
             min_tokens=lookup.num_cached + min_tokens,
             cache_salt=sequence.request.cache_salt,
         )
-        timeout_s = math.inf  # the coordinator's, which includes the first contact
-        if target is not sequence.request.hint:  # the store, which is connected
+        timeout_s = math.inf  # the coordinator limits the time, first contact included
+        if target is not sequence.request.hint:  # the store, already connected
             num_tokens = min(target.num_tokens, lookup.max_tokens) - lookup.num_cached
             timeout_s = self._rates.gain_s(key_of(target), num_tokens)
         self._coordinator.look_up(sequence.request_id, target, request, timeout_s)
@@ -242,7 +244,7 @@ class PrefixLookups:
         return self._open.pop(sequence.request_id, None) is not None
 
     def on_looked_up(self, event: LookedUp) -> PrefixFound | None:
-        """Handles the answer to a lookup. Returns the end of the lookup, or None if
+        """Handles the answer to a lookup. Returns the result of the lookup, or None if
         another target is queried now."""
         lookup = self._open.get(event.pull_id)
         if lookup is None:

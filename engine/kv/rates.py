@@ -17,10 +17,10 @@ BorrowMode = Literal["auto", "always", "never"]
 _DEFAULT_LATENCY_S = 0.005
 _MIN_SAMPLE_BYTES = 1 << 20  # the latency dominates the duration of smaller pulls
 _MIN_SAMPLE_TOKENS = 16
-# Weight of a new measurement in the moving averages: of the time to compute a token,
-# and of the speed or latency of a link if the measurement is worse than the estimate. A
-# single bad measurement must not replace the estimate, because the first measurements
-# of a link include the setup of the link.
+# Weight of a new measurement in two moving averages: the time to compute a token, and
+# the speed or latency of a link. For a link, the weight applies only to a measurement
+# that is worse than the estimate. A single bad measurement must not replace the
+# estimate, because the first measurements of a link include the setup of the link.
 _WORSE_WEIGHT = 0.3
 # The estimates of a link return to the defaults this long after they were created, even
 # if they were updated since, so that a slow link is tried again.
@@ -38,7 +38,7 @@ class _Link:
 
 
 class PullCost(NamedTuple):
-    """How long a pull takes, in seconds: `start_s`, and `token_s` for each token."""
+    """The expected duration of a pull in seconds: `start_s` + `token_s` per token."""
 
     start_s: float
     token_s: float
@@ -52,10 +52,11 @@ class Rates:
             draft KV, the measurements always decide.
         bytes_per_token: bytes of a token's KV, summed over all ranks.
         default_bytes_per_s: assumed speed of a link without measurements.
-        draft_bytes_per_token: as `bytes_per_token`, of the KV of a drafter.
+        draft_bytes_per_token: bytes of a token's draft KV, summed over all ranks.
 
     Attributes:
-        seconds_per_token: time to compute a prompt token here; 0 until measured.
+        seconds_per_token: time in which this engine computes a prompt token; 0 until
+            measured.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class Rates:
 
     def min_pull_tokens(self, peer: PeerKey) -> float:
         """The smallest number of tokens for which a pull from `peer` takes less time
-        than computing the tokens here; infinity if a pull never takes less time. 1 if
-        the speed of this engine is not measured yet.
+        than computing the tokens on this engine; infinity if a pull never takes less
+        time. 1 if the speed of this engine is not measured yet.
         """
         if self._mode == "never":
             return math.inf
@@ -88,9 +89,9 @@ class Rates:
         return max(1.0, link.latency_s / gain_s) if gain_s > 0 else math.inf
 
     def gain_s(self, peer: PeerKey, num_tokens: int) -> float:
-        """The time by which moving `num_tokens` tokens from `peer` is quicker than to
-        compute them here, without the latency of a pull; infinity if the speed of this
-        engine is not measured yet, or does not matter.
+        """The time that is saved if `num_tokens` tokens are pulled from `peer` instead
+        of computed on this engine, without the latency of the pull. Infinity if the
+        speed of this engine is not measured yet, or if the mode is not "auto".
         """
         if self._mode != "auto" or not self.seconds_per_token:
             return math.inf
@@ -98,9 +99,7 @@ class Rates:
         return max(0.0, num_tokens * (self.seconds_per_token - token_s))
 
     def pull_cost(self, peer: PeerKey) -> PullCost | None:
-        """The expected duration of pulls from `peer`; None if there are no such pulls,
-        because prefixes are never pulled.
-        """
+        """The expected duration of pulls from `peer`; None if the mode is "never"."""
         if self._mode == "never":
             return None
         link = self._link(peer)
@@ -108,7 +107,7 @@ class Rates:
 
     def is_draft_pull_quicker(self, peer: PeerKey, catch_up_token_s: float) -> bool:
         """Whether adding a token's draft KV to a pull from `peer` takes less time than
-        computing it here. True if nothing is measured yet.
+        computing the draft KV on this engine. True if nothing is measured yet.
 
         Args:
             catch_up_token_s: as in KVDrafter.
@@ -131,8 +130,8 @@ class Rates:
         """Records the time from a lookup to its answer, or until it was given up."""
         link = self._link(peer)
         # A peer answers lookups between two of its steps, so `seconds` may include a
-        # step. The pull and its fence wait for no step: the default latency is added
-        # for them.
+        # step. The pull and its fence do not wait for a step, so the default latency is
+        # added for them.
         link.latency_s = _blend(
             link.latency_s, _DEFAULT_LATENCY_S + seconds, smaller_is_better=True
         )

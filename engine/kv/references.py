@@ -1,7 +1,7 @@
 """Leases cached prefixes to other engines, and makes the references to leased blocks.
 
-A reference contains all that a reader needs to read the blocks. Engines and the KV
-store of a host (engine/store) make them in the same way.
+A reference contains all data that a reader needs to read the blocks. Engines and the KV
+store of a host (engine/store) make references in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,20 @@ from protocol.handshake import Lookup
 from protocol.messages import RemotePrefill
 from protocol.metrics import stat_key
 
-# Lookups get no unused blocks of the prefix cache once leases take this share of the
-# pool.
+# When leases take this share of the pool, lookups get only cached blocks that sequences
+# use or that are leased already.
 _MAX_LEASED_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceMaker:
-    """The members that all references of one engine have in common.
+    """Makes the references of one engine. Its fields are the members that all these
+    references have in common.
 
     Attributes:
         host, port: address of the engine's lease server.
         block_size: tokens of a block on one rank.
-        num_groups: number of the model's layer groups.
+        num_groups: number of the model's KV groups (kvcache/groups.py).
     """
 
     host: str
@@ -77,7 +78,7 @@ class LookupAnswerer:
 
     Args:
         prefix: the prefix index; None if caching is off.
-        num_drafted: as Speculator.num_drafted.
+        num_drafted: see Speculator.num_drafted.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class LookupAnswerer:
         return leasable
 
     def stats(self) -> dict[str, float]:
-        """Values by series (protocol.metrics)."""
+        """The metric values by series (protocol.metrics)."""
         return {
             stat_key("baton_kv_lookups_answered", outcome=outcome): float(count)
             for outcome, count in self._outcomes.items()

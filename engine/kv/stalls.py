@@ -2,7 +2,7 @@
 cases:
 
 1. A pull would exceed the limit on blocks that READs may write to, because hanging
-   READs use up the limit. The prompt could be computed locally instead:
+   READs use up the limit. The engine could compute the prompt instead:
    `pulls_without_capacity`.
 2. Two engines each wait for blocks that are leased to the other: `DeadlockTimer`.
 3. A request needs more blocks than the pool has outside quarantine:
@@ -24,7 +24,7 @@ _DEADLOCK_S = 5.0  # a waiting pull is given up when a deadlock has lasted this 
 def pulls_without_capacity(scheduler: Scheduler) -> list[Sequence]:
     """Returns the waiting sequences with a pull that cannot start until hanging READs
     end, because quarantined blocks count towards the limit of
-    BlockAllocator.can_receive. The prompts of these sequences could be computed here.
+    BlockAllocator.can_receive. The engine could compute the prompts of these sequences.
     """
     if not scheduler.allocator.num_quarantined:
         return []
@@ -50,10 +50,10 @@ def is_short_of_blocks(scheduler: Scheduler) -> bool:
 class DeadlockTimer:
     """Detects two engines that each wait for blocks leased to the other.
 
-    A request that holds blocks of this engine may wait for blocks of another engine,
-    while the other engine's blocks are leased to a request that waits here. Neither
-    request would ever run. To break the cycle, the last waiting request with a pull
-    gives up its lease.
+    Request A on another engine may hold a lease on blocks of this engine while it waits
+    for free blocks of the other engine. Blocks of the other engine may be leased to
+    request B, which waits for free blocks of this engine. Neither request would ever
+    run. To break the cycle, the last waiting request with a pull gives up its lease.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """The connection of an engine to the KV store of its host.
 
 A thread opens a region of the store, and repeats the request as long as the engine
-lives. So the store sees that the engine uses the region, and the engine notices when
-the store has ended or was restarted. Without the store the engine continues, and the
-thread tries to connect again.
+runs. The requests show the store that the engine still uses the region. They also show
+the engine whether the store has ended or was restarted. Without the store, the engine
+continues, and the thread tries to connect again.
 """
 
 import select
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 RENEW_INTERVAL_S = 2.0
 _CONNECT_TIMEOUT_S = 2.0
-# The first answer of a store takes long, because it loads its libraries.
+# The first answer of a store takes long, because the store first loads its libraries.
 _OPEN_TIMEOUT_S = 30.0
 _RENEW_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.5
@@ -50,7 +50,7 @@ class StoreRegion:
     Attributes:
         address: host and port of the region's side channel.
         num_tokens: tokens that the region can hold.
-        local_host: the address of this engine's host that the store can reach.
+        local_host: the address at which the store can reach this engine's host.
     """
 
     address: Address
@@ -72,14 +72,15 @@ class StoreRegion:
 
 
 class StoreUnusable(Exception):
-    """The store refuses this engine, or does not answer. The message has the reason."""
+    """The store refuses this engine, or does not answer. The message is the reason."""
 
 
 class StoreLink:
     """Keeps a region of the store at `address` open.
 
     Args:
-        engine_id, dcp: of this engine.
+        engine_id: the id of this engine.
+        dcp: number of this engine's ranks that share the tokens of a sequence.
 
     Attributes:
         region: the open region; None while the store cannot be used.
@@ -169,13 +170,13 @@ class StoreLink:
                 else:
                     self._report_pending(reply)
                     interval_s = _PENDING_INTERVAL_S
-                # The store only sends replies, so a readable socket means that it has
-                # closed the connection.
+                # No reply is outstanding, so a readable socket means that the store has
+                # closed the connection. `receive` then raises WireClosed.
                 if _wait_for(wire, interval_s):
                     wire.receive()
 
     def _report_pending(self, reply: RegionPending) -> None:
-        """Logs once that the store is opening the region."""
+        """Records that the store is still opening the region, and logs this once."""
         self.region = None
         if not self._is_pending:
             self._is_pending = True
@@ -205,7 +206,7 @@ class StoreLink:
         raise StoreUnusable("this engine ends")
 
     def _set_region(self, reply: RegionOpened, local_host: str) -> None:
-        """Stores the answer of the store.
+        """Records the region that the store has opened.
 
         Raises:
             PlanError: this engine cannot read blocks of the region's size.

@@ -1,1 +1,1 @@
-"""Nodes: the hosts on which the ranks of one server run."""
+"""Servers with several nodes. A node is a host on which ranks of the server run."""

@@ -1,6 +1,6 @@
-"""What the nodes of one server must have in common: the model and the options.
+"""Checks that all nodes of one server have the same model and options.
 
-Nodes compare the effective values of options: each node has already replaced "auto".
+The effective values of options are compared. Each node has replaced "auto" before.
 """
 
 import json
@@ -13,8 +13,9 @@ from model.config import ModelConfig
 from model.sizes import fingerprint
 from protocol.short_repr import short_repr
 
-# Fields of EngineConfig that may differ between nodes. Some describe one node, and only
-# node 0 uses the others. The models are compared by their fingerprints instead.
+# Fields of EngineConfig that may differ between nodes. Some describe a single node,
+# some are used only by node 0, and some name the model. Models are compared by their
+# fingerprints instead.
 _MAY_DIFFER = frozenset(
     {
         "cluster_secret",
@@ -67,10 +68,10 @@ def report_of(config: EngineConfig, model_config: ModelConfig) -> NodeReport:
 def find_difference(reports: Mapping[int, NodeReport]) -> str | None:
     """Returns a message about the first difference, or None if all nodes agree.
 
-    Options come first, because an option may change the model.
+    Options are compared before models, because an option may change the model.
 
     Args:
-        reports: the reports of all nodes, by number of the node.
+        reports: the reports of all nodes, by node number.
     """
     first = reports[0]
     for number in sorted(reports):
@@ -97,7 +98,7 @@ def find_difference(reports: Mapping[int, NodeReport]) -> str | None:
 
 
 def _display_text(value: str | None) -> str:
-    """Returns a value as the user writes it, shortened.
+    """Returns the value of an option as a user would write it, shortened if long.
 
     Args:
         value: the value of an option as JSON; None: the node has no such option.

@@ -8,11 +8,11 @@ from engine.process.launch import Launch
 
 
 class Nodes(ABC):
-    """The nodes of one server. Only `open` and `meet` wait for other nodes."""
+    """The nodes of one server. Only `open`, `meet` and `close` may block."""
 
     @abstractmethod
     def open(self) -> None:
-        """Begins to accept connections of other nodes.
+        """Begins to accept connections from other nodes.
 
         Raises:
             StartFailure: node 0 cannot listen at --rendezvous.
@@ -20,7 +20,7 @@ class Nodes(ABC):
 
     @abstractmethod
     def meet(self, prepared: Prepared, report: Callable[[str], None]) -> Launch:
-        """Waits until all nodes are prepared and agree.
+        """Waits until all nodes are prepared, and checks that they agree.
 
         Args:
             prepared: the configuration of node 0.
@@ -42,7 +42,7 @@ class Nodes(ABC):
         """Ends the server on all nodes. Any thread may call this.
 
         Returns:
-            The reason that all nodes report: that of the first call.
+            The reason that all nodes report, which is the reason of the first call.
         """
 
     @abstractmethod
@@ -50,8 +50,8 @@ class Nodes(ABC):
         """Ends the server on all nodes because of a failure of this node.
 
         Returns:
-            The reason that all nodes report. It names this node, unless `fail` was
-            called before.
+            The reason that all nodes report: `reason` with the name of this node, or
+            the reason of an earlier call of `fail`.
         """
 
     @abstractmethod
@@ -59,8 +59,8 @@ class Nodes(ABC):
         """Ends the other nodes. They exit with status 0, unless `fail` was called.
 
         Args:
-            lingers: after a failure at the start, wait a few seconds for nodes that
-                have not joined yet, and report the reason to them.
+            lingers: whether to wait a few seconds after a failed start, and report the
+                reason to nodes that join in that time.
         """
 
 

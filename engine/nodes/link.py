@@ -20,7 +20,7 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 _MAX_MESSAGE_BYTES = 1 << 22
-_CLOSE_TIMEOUT_S = 1.0  # longest wait in `close` for the peer
+_CLOSE_TIMEOUT_S = 1.0  # maximum duration of each of the two waits in `close`
 # Number of heartbeats, and of checks for messages, within the timeout of a link.
 _CHECKS = 5
 
@@ -98,8 +98,8 @@ class NodeLink:
                 self._thread = thread
 
     def send(self, message: Message) -> None:
-        """Sends a message without waiting. If the connection is lost, the thread calls
-        `on_lost`."""
+        """Sends a message without waiting. If the connection is lost, the thread of
+        `start` calls `on_lost`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -110,7 +110,7 @@ class NodeLink:
 
     def close(self) -> None:
         """Closes the connection. Waits for at most 2 * _CLOSE_TIMEOUT_S until the peer
-        has closed it too.
+        has closed its end.
 
         Without the wait, the peer could lose the last messages."""
         with self._lock:
@@ -130,13 +130,14 @@ class NodeLink:
         try:
             self._wire.flush()
         except WireClosed as error:
-            logger.debug("%s: %s", self.peer, error)  # `_watch` reports it
+            logger.debug("%s: %s", self.peer, error)  # `_watch` reports the loss
 
     def _watch(self, on_message: Callable[[Message], None]) -> None:
         """Calls `on_message` with each message until the link is lost or closed.
 
         The peer's silence is measured in checks instead of seconds. While this process
-        or its machine is stopped, no checks are made, so the peer is not blamed.
+        or its machine is suspended, no checks are made. So the time of a suspension
+        does not count as silence of the peer.
 
         Raises:
             WireClosed: the connection has ended, or the peer was silent for too long.

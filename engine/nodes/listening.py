@@ -1,4 +1,4 @@
-"""Where node 0 listens for the other nodes."""
+"""Opens the socket at which node 0 listens for the other nodes."""
 
 import socket
 import time
@@ -18,15 +18,16 @@ def listen_at_rendezvous(
 ) -> socket.socket:
     """Returns a socket that listens at --rendezvous, on node 0.
 
-    If the name cannot be resolved, the look-up is repeated until the timeout: in
-    Kubernetes, the name of a pod becomes known a little after its start.
+    If the host name cannot be resolved, the look-up is repeated until the timeout: in
+    Kubernetes, a pod's name can be resolved only some time after the pod's start.
 
     Args:
-        failure: returns the reason if the start has failed elsewhere; None otherwise.
+        failure: returns the reason if the server has failed to start for another cause;
+            otherwise None.
 
     Raises:
-        StartFailure: the start has failed elsewhere, the address does not belong to
-            this machine, or the port is in use.
+        StartFailure: `failure` returned a reason, the address does not belong to this
+            machine or is a loopback address, or the port is in use.
     """
     host, port = settings.rendezvous_address
     deadline_s = time.monotonic() + settings.rendezvous_timeout_s
@@ -52,9 +53,9 @@ def listen_at_rendezvous(
 
 
 def _check_is_reachable(listener: socket.socket, settings: EngineSettings) -> None:
-    """Raises StartFailure if the name of node 0 is a loopback address on node 0.
+    """Raises StartFailure if node 0 resolves its own name to a loopback address.
 
-    /etc/hosts of some systems maps the name of the machine to such an address."""
+    On some systems, /etc/hosts maps the machine's name to a loopback address."""
     host, port = settings.rendezvous_address
     address = str(listener.getsockname()[0])
     if is_local(address) and not is_local(host):

@@ -1,4 +1,4 @@
-"""The program of a node other than node 0: runs ranks, and no HTTP.
+"""The program of a node other than node 0. It runs ranks and no HTTP server.
 
     join node 0 -> find and check the model -> report to node 0
     -> Start: connect the ranks to node 0, and start them -> Ready
@@ -49,9 +49,9 @@ logger = get_logger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
-# How long this node waits for the report of node 0 after one of its ranks has ended.
+# How long this node waits for node 0's Stop or Failed message after a rank has exited.
 _STOP_DELAY_S = 5.0
-_KILLED_STATUS = 130  # as in engine/serve.py
+_KILLED_STATUS = 130  # exit status after a second signal, as in engine/serve.py
 
 
 class Member:
@@ -67,14 +67,14 @@ class Member:
         self._processes = EngineProcesses(
             module, lambda reason: self._post(self._ranks_ended, reason)
         )
-        # Calls that the main thread executes. SimpleQueue.put may be called by a
-        # handler of a signal at any time.
+        # Calls that the main thread executes. A signal handler may call SimpleQueue.put
+        # at any time.
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._link: NodeLink | None = None
         self._prepared: Prepared | None = None
         self._has_started = False
-        self._status: int | None = None  # set when the program ends
-        # When the program ends with a failure, and the reason of that failure.
+        self._status: int | None = None  # exit status; None: continue
+        # The time at which the program ends with a failure, and the reason to report.
         self._deadline_s: float | None = None
         self._deadline_reason = "stopped before it was ready"
 
@@ -115,7 +115,8 @@ class Member:
     def _prepare(self) -> None:
         """Joins node 0, prepares the configuration, and reports it to node 0.
 
-        Every error ends this node: without this thread, it would wait forever.
+        Every error ends this node. Otherwise the main thread would wait forever for the
+        result of this thread.
         """
         try:
             link = self._join()
@@ -167,8 +168,8 @@ class Member:
                         f"node 0 did not answer at {settings.rendezvous} within "
                         f"{settings.rendezvous_timeout_s:g} s "
                         f"(--rendezvous-timeout-s; last failure: {error}); start the "
-                        "same command with --node-rank 0 there, and check that this "
-                        f"address can be reached from node {settings.node_rank}"
+                        "same command with --node-rank 0 on node 0, and check that "
+                        f"this address can be reached from node {settings.node_rank}"
                     ) from error
             time.sleep(_RETRY_S)
         return NodeLink(
@@ -265,9 +266,9 @@ class Member:
         return sockets
 
     def _ranks_ended(self, reason: str) -> None:
-        """Handles the end of a rank.
+        """Handles the exit of a rank.
 
-        If all exit statuses are 0, node 0 has ended the server, and its message follows
+        If all exit statuses are 0, node 0 has ended the server, and will send Stop
         soon."""
         if self._processes.have_exited_in_order():
             self._set_deadline(_STOP_DELAY_S, reason)
@@ -281,7 +282,7 @@ class Member:
         elif not self._has_started:
             self._fail(self._deadline_reason)
         else:
-            # Node 0 drains the server, which needs these ranks, and then sends Stop.
+            # The ranks keep running while node 0 drains the server and then sends Stop.
             self._send(Leaving())
             self._set_deadline(
                 self._settings.shutdown_grace_s + _STOP_DELAY_S,
@@ -338,5 +339,5 @@ def run_member(settings: EngineSettings, module: str) -> NoReturn:
     except (ValueError, OSError) as error:
         lifecycle.report_failure(str(error) or type(error).__name__)
         status = 1
-    # Exit directly, because Python would wait for the thread of a download.
+    # Exit directly, because Python would wait for a thread that downloads the model.
     lifecycle.exit_now(status)

@@ -1,15 +1,15 @@
-"""Messages between the nodes of one server, and how a connection begins.
+"""Messages between the nodes of one server, and the handshake of their connections.
 
-Every connection goes from another node to node 0, at --rendezvous. It begins with:
+Nodes other than node 0 open all connections, to node 0 at --rendezvous. The handshake:
 
     node N -> node 0: Hello      which connection this is, and a nonce
     node 0 -> node N: Challenge  a nonce, and the proof that node 0 has the secret
     node N -> node 0: Proof      the proof that node N has the secret
 
-A proof is an HMAC of both nonces with the cluster secret as its key. A connection for a
-rank (`Hello.rank`) then belongs to that rank and carries the rank's own messages. On
-the other connections, each message has a MAC with a key of this connection, and the MAC
-covers the number of the message.
+A proof is an HMAC of the Hello and the nonce of the Challenge, with the cluster secret
+as its key. After the handshake, a connection for a rank (`Hello.rank`) belongs to that
+rank and carries the messages of engine/worker/ranks.py. On other connections, each
+message has a MAC with the connection's key. The MAC also covers the message's number.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from msgspec import Meta
 from protocol.ipc.wire import framed
 from protocol.version import VERSION
 
-# Largest frame before the sender has proved that it has the secret.
+# Maximum size of a frame from a peer that has not yet proved that it has the secret.
 _MAX_GREETING_BYTES = 4096
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
@@ -36,7 +36,7 @@ _SESSION_KEY = b"baton node session\0"
 _Nonce = Annotated[bytes, Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
 _T = TypeVar("_T")
 _ShortText = Annotated[str, Meta(max_length=128)]
-# Two connections for each rank: for steps, and for pulls (engine/worker/ranks.py).
+# Each rank has one connection for steps and one for pulls (engine/worker/ranks.py).
 Channel = Literal["steps", "pulls"]
 CHANNELS: tuple[Channel, ...] = ("steps", "pulls")
 
@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="baton-node"):
 
     Attributes:
         rank: The rank that the connection is for. None: for the node itself.
-        session: The incarnation of the engine, on a connection for a rank.
+        session: The incarnation of the engine. Set only on a connection for a rank.
     """
 
     version: _ShortText
@@ -59,7 +59,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="baton-node"):
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
-    """Node 0's answer to a Hello; see above."""
+    """Node 0's answer to a Hello, in the handshake that this module describes."""
 
     version: _ShortText
     nnodes: Annotated[int, Meta(ge=1, le=64)]
@@ -68,18 +68,18 @@ class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, tag="proof"):
-    """The other node's answer to a Challenge; see above."""
+    """The other node's answer to a Challenge, in the handshake of this module."""
 
     proof: bytes
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """What must be equal on all nodes; see agreement.py.
+    """The model and the options of a node, for the comparison in agreement.py.
 
     Attributes:
-        fingerprint: The fingerprint of config and weights.
+        fingerprint: The fingerprint of the model's config and weights.
         model: The model and revision, for messages.
-        options: The values of options, by name.
+        options: The values of options as JSON, by name.
     """
 
     fingerprint: str
@@ -91,8 +91,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Node 0 requests that a node start its ranks.
 
     Attributes:
-        store_port: The port on node 0 of the store through which the collectives
-            connect.
+        store_port: The port of torch's store on node 0, through which the ranks'
+            collectives connect.
     """
 
     engine_id: str
@@ -127,18 +127,21 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class BadGreeting(Exception):
-    """The peer does not follow the protocol of this file."""
+    """The peer violates the protocol that this module implements."""
 
 
 class Disagreement(Exception):
-    """Two nodes do not belong together. Both nodes report the same message."""
+    """Two nodes have different secrets, versions or --nnodes, and cannot form a server.
+
+    Both nodes report the same message.
+    """
 
 
 def greet(sock: socket.socket, hello: Hello, secret: bytes) -> bytes:
-    """Begins a connection to node 0. Returns the key of the connection.
+    """Performs the handshake on a connection to node 0. Returns the connection's key.
 
     Args:
-        sock: its timeout is that of each frame of the greeting.
+        sock: the connected socket. Its timeout applies to each frame of the handshake.
 
     Raises:
         Disagreement: the nodes have different versions, secrets or --nnodes.
@@ -150,7 +153,8 @@ def greet(sock: socket.socket, hello: Hello, secret: bytes) -> bytes:
     check_versions(challenge.version, challenge.nnodes, hello)
     transcript = hello_frame + challenge.nonce
     proof = _mac(secret, _TO_NODE_0, transcript)
-    # The proof is sent even if node 0 has a different secret, so that node 0 notices.
+    # The proof is sent even if node 0 has a different secret, so that node 0 also
+    # detects the difference.
     sock.sendall(framed(msgspec.msgpack.encode(Proof(proof=proof))))
     if not hmac.compare_digest(challenge.proof, _mac(secret, _FROM_NODE_0, transcript)):
         raise Disagreement(different_secrets(hello.node_rank))
@@ -160,11 +164,12 @@ def greet(sock: socket.socket, hello: Hello, secret: bytes) -> bytes:
 def receive_greeting(
     sock: socket.socket, secret: bytes, nnodes: int
 ) -> tuple[Hello, bytes]:
-    """Accepts a connection at node 0. Returns the peer's Hello and the key of the
-    connection.
+    """Performs node 0's side of the handshake on a connection from another node.
+
+    Returns the peer's Hello and the key of the connection.
 
     Args:
-        sock: its timeout is that of each frame of the greeting.
+        sock: the connected socket. Its timeout applies to each frame of the handshake.
 
     Raises:
         Disagreement, BadGreeting, OSError: see `greet`.
@@ -192,7 +197,7 @@ def new_nonce() -> bytes:
 
 
 def check_versions(version: str, nnodes: int, hello: Hello) -> None:
-    """Raises Disagreement if node 0 and the node of `hello` differ.
+    """Raises Disagreement if the sender of `hello` has another version or --nnodes.
 
     Args:
         version: Baton's version on node 0.
@@ -212,7 +217,7 @@ def check_versions(version: str, nnodes: int, hello: Hello) -> None:
 
 
 def different_secrets(node_rank: int) -> str:
-    """Returns the message for a node that has another secret than node 0."""
+    """Returns the error message for a node with a different secret than node 0."""
     return (
         f"nodes 0 and {node_rank} have different cluster secrets; set "
         "BATON_CLUSTER_SECRET to the same text on all nodes (openssl rand -hex 32)"
@@ -224,15 +229,15 @@ def seal(message: Message, key: bytes, label: bytes, number: int) -> bytes:
 
     Args:
         key: the key of the connection.
-        label: names the direction, so that a message is not valid if it is sent back.
-        number: number of messages that were sent before in this direction.
+        label: names the direction, so that a message that is sent back is not valid.
+        number: number of earlier messages in this direction.
     """
     payload = msgspec.msgpack.encode(message)
     return _mac(key, label, number.to_bytes(8) + payload) + payload
 
 
 def unseal(frame: bytes, key: bytes, label: bytes, number: int) -> Message:
-    """Returns the message of a frame. Raises BadGreeting if it is not authentic."""
+    """Returns the message of a frame. Raises BadGreeting if the frame is forged."""
     payload = frame[_MAC_BYTES:]
     expected_mac = _mac(key, label, number.to_bytes(8) + payload)
     if not hmac.compare_digest(frame[:_MAC_BYTES], expected_mac):
@@ -260,7 +265,7 @@ def _decode(frame: bytes, kind: type[_T]) -> _T:
 
 
 def _receive_frame(sock: socket.socket) -> bytes:
-    """Returns the next frame of a greeting.
+    """Returns the next frame of a handshake.
 
     Raises:
         TimeoutError: The frame is not complete within the timeout of the socket,

@@ -1,11 +1,11 @@
-"""Node 0 of a server with several nodes: lets the others join, and watches them.
+"""Node 0 of a server with several nodes: lets the other nodes join, and watches them.
 
     open   Other nodes connect, and prove that they have the cluster secret.
     meet   Every node checks its options and its model, and reports them. If the reports
            agree, each node connects its ranks, and node 0 starts its ranks.
-    then   Nodes exchange heartbeats. A failure of one node ends the server on all.
+    then   Nodes exchange heartbeats. If one node fails, the server ends on all nodes.
 
-Until the ranks are connected, a node whose connection is lost may join again.
+If a node's connection is lost before all nodes agree, the node may join again.
 """
 
 import socket
@@ -42,10 +42,10 @@ from protocol.settings.settings import EngineSettings
 logger = get_logger(__name__)
 
 _GREETING_TIMEOUT_S = 10.0
-_MAX_GREETINGS = 64  # connections at the same time without a proven secret
+_MAX_GREETINGS = 64  # maximum number of concurrent unauthenticated connections
 _ACCEPT_INTERVAL_S = 0.5
-# How long node 0 continues to accept nodes after a failure at its start. Nodes that
-# start a little later then get the reason.
+# How long node 0 continues to accept nodes after a failed start, so that nodes that
+# start a little later receive the reason.
 _FAILURE_LINGER_S = 10.0
 
 
@@ -73,7 +73,7 @@ class Rendezvous(Nodes):
         self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
         # Guards all attributes below, and is notified when one of them changes.
         self._changed = threading.Condition()
-        self._links: dict[int, NodeLink] = {}  # by number of the node
+        self._links: dict[int, NodeLink] = {}  # by node number
         self._reports: dict[int, NodeReport] = {}
         self._rank_sockets: dict[tuple[int, Channel], socket.socket] = {}
         self._session = ""  # the engine's incarnation, once the nodes agree
@@ -165,8 +165,9 @@ class Rendezvous(Nodes):
     def _wait_for_nodes(self, report: Callable[[str], None]) -> None:
         """Waits for the reports of all nodes.
 
-        The time is limited only while a node is absent, because the download of a model
-        may take long. A node that joins and then dies counts as absent again.
+        The timeout applies only while a node has not joined. After that, a node may
+        need any time to download the model. A node that joins and then dies counts as
+        absent again.
 
         Raises:
             StartFailure: a node did not join in time, or a node has failed.
@@ -200,8 +201,8 @@ class Rendezvous(Nodes):
                         f"{settings.rendezvous} within "
                         f"{settings.rendezvous_timeout_s:g} s "
                         "(--rendezvous-timeout-s); start the same command with "
-                        f"--node-rank {missing[0]} there, and check that this address "
-                        "of node 0 can be reached from there"
+                        f"--node-rank {missing[0]} on that node, and check that it can "
+                        "reach this address of node 0"
                     )
                 )
             self._changed.wait(_ACCEPT_INTERVAL_S)
@@ -246,7 +247,7 @@ class Rendezvous(Nodes):
                     ).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        """Authenticates a connection, and adds it as that of a node or of a rank."""
+        """Authenticates a connection, and stores it for its node or rank."""
         host = "unknown"
         try:
             host = str(sock.getpeername()[0])
@@ -261,7 +262,7 @@ class Rendezvous(Nodes):
             sock.close()
             reason = self.fail(str(error))
             with self._changed:
-                self._num_informed += 1  # that node reports the same reason
+                self._num_informed += 1  # the peer reports the same reason itself
                 self._changed.notify_all()
             self._on_failure(reason)
         except (BadGreeting, OSError) as error:
@@ -290,8 +291,8 @@ class Rendezvous(Nodes):
                 if number:
                     other = self._links[number].peer
                 reason = (
-                    f"two nodes have --node-rank {number}: {other}, and the one at "
-                    f"{host}; give every node a number of its own"
+                    f"two nodes have --node-rank {number}: {other}, and the node at "
+                    f"{host}; give every node a different --node-rank"
                 )
             else:
                 reason = self._failure
@@ -352,9 +353,9 @@ def nodes_of(
     on_failure: Callable[[str], None],
     on_leaving: Callable[[], None],
 ) -> Nodes:
-    """Returns the nodes of a server, on its node 0.
+    """Returns the object through which node 0 controls the nodes of the server.
 
-    The arguments are those of Rendezvous.
+    For the arguments, see Rendezvous.
     """
     if settings.nnodes == 1:
         return SingleNode()
@@ -364,8 +365,8 @@ def nodes_of(
 def tune_rank_socket(sock: socket.socket) -> None:
     """Sets the options of a socket between ranks.
 
-    The socket has no timeout, because a rank may compute for long. If a host dies,
-    heartbeats between the nodes detect it."""
+    The socket has no timeout, because a rank may compute for a long time. The
+    heartbeats between the nodes detect a dead host."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock, idle_s=10, interval_s=5)

@@ -1,9 +1,9 @@
-"""The HTTP process's side of the engine: requests out, tokens in.
+"""The HTTP process's client of the engine. Sends requests, and receives tokens.
 
     submit([AddRequest, ...]) -> Subscription -> batches of TokenDeltas
 
 Each choice ends with one terminal delta. One subscription serves all prompts of a call,
-so the prompts do not need a task each. All of this runs on one event loop.
+so the prompts do not need a task each. Use all objects on one event loop.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ from protocol.settings.server_options import QueueOptions
 
 log = get_logger(__name__)
 
-# Keys of an engine's stats.
+# Keys of EngineClient.stats.
 LEASES = "baton_leases_held"
 OFFERS = "baton_host_kv_demotions_pending"
 LEASES_POLL_INTERVAL_S = 0.02
 # Seconds within which an engine reports the leases of a request that has migrated.
 _SETTLE_S = 0.5
-# A client is treated as too slow if it leaves more tokens of a call unread than this
-# number times the choices. Alternatives in logprobs count as tokens. This many tokens
-# take some megabytes.
+# Maximum number of unread tokens of a call per choice. If a client leaves more unread,
+# the call fails with ClientTooSlow. Alternatives in logprobs count as tokens. This many
+# tokens take some megabytes.
 MAX_UNREAD = 1 << 14
 MAX_UNREAD_CHOICES = 32  # choices beyond this number do not raise a call's limit
 
@@ -77,13 +77,13 @@ class Subscription:
             self._num_open_choices[request.request_id] = request.num_choices - num_ended
         num_choices = min(sum(self._num_open_choices.values()), MAX_UNREAD_CHOICES)
         self._max_unread = MAX_UNREAD * num_choices
-        # Requests that retain their KV until the client has the answer that refers to
-        # it.
+        # Ids of the requests that retain their KV until the client has received the
+        # response that refers to the KV.
         self._retaining = [
             request.request_id for request in requests if request.retain_kv
         ]
         self._pending: list[TokenDelta] = []
-        self._num_unread = 0  # pending deltas, with the alternatives in their logprobs
+        self._num_unread = 0  # pending deltas, plus the alternatives in their logprobs
         self._has_news = asyncio.Event()
 
     async def next_batch(self) -> list[TokenDelta]:
@@ -97,7 +97,7 @@ class Subscription:
         return batch
 
     async def wait_for_news(self, timeout_s: float) -> bool:
-        """Wait until `next_batch` returns at once. Returns False after `timeout_s`."""
+        """Wait until `next_batch` has a result. Return False after `timeout_s`."""
         if not self._pending and self._num_open_choices:
             self._has_news.clear()
             loop = asyncio.get_running_loop()
@@ -129,12 +129,12 @@ class Subscription:
             self.fail(
                 ClientTooSlow(
                     f"{self._num_unread} tokens and likely alternatives were not read "
-                    "in time; read the stream as it comes"
+                    "in time; read the stream as it arrives"
                 )
             )
 
     def on_grammar_compiled(self, request_id: str) -> None:
-        """Record that a request no longer waits for its grammar, but for a token.
+        """Record that a request has its compiled grammar, and now waits for a token.
 
         EngineClient calls this method.
         """
@@ -142,11 +142,11 @@ class Subscription:
             self._queue_entry.enqueue(request_id)
 
     def is_open(self, request_id: str) -> bool:
-        """Whether more deltas may come for a request."""
+        """Whether more deltas of a request may arrive."""
         return request_id in self._num_open_choices
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Ask the engine to end a request, or one choice of it.
+        """Send the engine an abort of a request, or of one of its choices.
 
         Each aborted choice still gets a delta with the finish reason "abort".
         """
@@ -156,12 +156,13 @@ class Subscription:
     def allow_migration(
         self, may_move: Callable[[], bool], *, is_resumed: bool
     ) -> None:
-        """Let the call's only request migrate to another server, while `may_move`
-        returns True; now, if this server is handing its requests over.
+        """Allow the call's only request to migrate while `may_move` returns True.
+
+        During a hand-over (EngineClient.hand_over), the request migrates at once.
 
         Args:
-            is_resumed: whether the request has just migrated to this server. During a
-                hand-over it then stays here, because no other server has taken it.
+            is_resumed: whether the request has just migrated to this server. Then it
+                does not migrate in a hand-over, because no other server accepted it.
         """
         if is_resumed and self._engine.is_handing_over:
             return
@@ -178,7 +179,7 @@ class Subscription:
         return asyncio.get_running_loop().call_at(time_s, self.fail, error).cancel
 
     def fail(self, error: BatonError) -> None:
-        """End every request here and in the engine.
+        """End every request with `error`, and abort the requests in the engine.
 
         The error replaces the deltas that were not read.
         """
@@ -191,8 +192,8 @@ class Subscription:
             self._has_news.set()
 
     def confirm_delivery(self) -> None:
-        """Let the engine keep the retained KV, because the client has the answer that
-        refers to this KV."""
+        """Let the engine keep the retained KV, because the client has received the
+        response that refers to this KV."""
         self._retaining.clear()
 
     def close(self) -> None:
@@ -240,12 +241,12 @@ class EngineClient:
         stats: the engine's latest values, by metric series.
         host_tier: the KV store that the engine uses, or None.
         failure: why the engine cannot continue, or None.
-        movable: for each open request that can migrate, by request id, a function that
-            returns whether the request may migrate now.
-        moving: ids of the requests that the engine is to migrate, and that have not
-            ended here yet.
+        movable: the open requests that can migrate, by request id. The values are
+            functions that return whether the request may migrate now.
+        moving: ids of the requests for which Migrate was sent to the engine, and that
+            have not ended in this process.
         is_draining: whether the server is shutting down.
-        is_handing_over: whether all movable requests migrate; the server still listens.
+        is_handing_over: whether `hand_over` is running.
     """
 
     def __init__(
@@ -262,8 +263,8 @@ class EngineClient:
         self.moving: set[str] = set()
         self.is_draining = False
         self.is_handing_over = False
-        # The loop's time by which the engine will have reported the leases of the
-        # request that migrated last.
+        # The loop's time at which the engine will have reported the leases of the
+        # request that migrated last. 0: no request has migrated.
         self._leases_reported_by_s = 0.0
         self.failure: str | None = None
         self._subscriptions: dict[str, Subscription] = {}  # by request id
@@ -329,7 +330,7 @@ class EngineClient:
     def submit(
         self, requests: Sequence[AddRequest], queue_entry: QueueEntry | None = None
     ) -> Subscription:
-        """Start requests; all of their deltas come through the returned subscription.
+        """Start requests. The returned subscription receives all of their deltas.
 
         Each request leaves the queue of `queue_entry` with its first token, or at its
         end.
@@ -364,7 +365,7 @@ class EngineClient:
         return bool(self._subscriptions) and not was_active
 
     def migrate(self, limit: int | None = None) -> int:
-        """Make requests migrate, at most `limit` (None: all), and return their number.
+        """Migrate at most `limit` requests (None: all), and return their number.
 
         Requests that may not migrate now are left out.
         """
@@ -380,9 +381,9 @@ class EngineClient:
         """Migrate all requests that can migrate now or while this call runs.
 
         Returns when other servers have pulled the KV of these requests, or at
-        `until_s`. The server must accept requests until then, because requests that no
-        other server takes come back to this server. Requests that cannot migrate before
-        this call returns finish at this server.
+        `until_s`. Until this call returns, the server must accept requests, because
+        requests that no other server takes return to this server. Requests that cannot
+        migrate before this call returns finish at this server.
 
         Args:
             until_s: a time of the loop's clock.
@@ -399,7 +400,7 @@ class EngineClient:
         self.is_handing_over = False
 
     def forget(self, request_id: str) -> None:
-        """Drop the deltas that may still come for a request."""
+        """Drop all later deltas of a request."""
         self.movable.pop(request_id, None)
         if request_id in self.moving:
             self.moving.remove(request_id)

@@ -1,11 +1,11 @@
-"""Finds the network interface that has an address."""
+"""Finds the network interface that has a given address."""
 
 import fcntl
 import socket
 import struct
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
+_SIOCGIFADDR = 0x8915  # the ioctl that returns an interface's IPv4 address
 
 
 def interface_of(address: str) -> str | None:

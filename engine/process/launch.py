@@ -13,26 +13,26 @@ from engine.config import EngineConfig
 from engine.process.interfaces import interface_of
 from protocol.process import lifecycle
 
-# How many turns idle threads of torch's OpenMP pool spin before they free the core. The
-# default of 300,000 turns greatly slows processes that share cores, such as a prefill
-# and a decode server on one machine. Without any spinning, each step would be slower.
+# Number of turns that an idle thread of torch's OpenMP pool spins before it frees the
+# core. The default of 300,000 turns greatly slows processes that share cores, such as a
+# prefill and a decode server on one machine. Without spinning, steps would be slower.
 _OPENMP_ENV = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "4000")}
 
 
-# After a failure on any node, ranks may hang in a collective that waits for a lost
-# rank, so they get less time than in an orderly shutdown.
+# Seconds that ranks have to exit after a failure on any node. This is less than in an
+# orderly shutdown, because ranks may hang in a collective that waits for a lost rank.
 FAILED_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What node 0 needs to start its ranks; see engine/nodes.
+    """The arguments with which node 0 starts its ranks; see engine/nodes.
 
     Attributes:
         rank_sockets: two connected sockets for each rank of other nodes, in the order
             of the ranks; see RankLinks in engine/worker/ranks.py.
-        store: listens for the store through which the collectives connect; None: they
-            connect through a file.
+        store: the listening socket of torch's store, through which the collectives
+            connect; None: the collectives connect through a file.
     """
 
     config: EngineConfig
@@ -46,7 +46,7 @@ class EngineProcesses:
     Args:
         module: the module that each rank runs.
         on_failure: called with the reason, from another thread, when the first rank
-            exits without `stop`.
+            exits before `stop` is called.
     """
 
     def __init__(self, module: str, on_failure: Callable[[str], None]) -> None:
@@ -56,7 +56,7 @@ class EngineProcesses:
         self._lock = threading.Lock()
         self._is_stopping = False
         self._folder = tempfile.mkdtemp(prefix="baton-engine-")
-        self._where = ""  # names this node in messages, if there are several
+        self._where = ""  # names this node in messages, if there are several nodes
 
     def start(self, launch: Launch) -> socket.socket:
         """Start the ranks of node 0; return the socket to rank 0.
@@ -141,7 +141,7 @@ class EngineProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self, grace_s: float) -> None:
-        """End every rank: SIGTERM first, SIGKILL after `grace_s`. Idempotent."""
+        """End every rank: SIGALRM first, SIGKILL after `grace_s`. Idempotent."""
         with self._lock:
             self._is_stopping = True
         lifecycle.terminate(self._children, grace_s, lifecycle.ALARM)
@@ -149,11 +149,13 @@ class EngineProcesses:
 
 
 def _network_env(config: EngineConfig) -> dict[str, str]:
-    """Variables for ranks of a server with several nodes. Those that the operator has
-    set are left out."""
+    """Returns the environment variables for ranks of a server with several nodes.
+
+    Variables that the operator has set are left out.
+    """
     if config.nnodes == 1:
         return {}
-    # torch's store warns of every address that has no name.
+    # torch's store logs a warning for each address without a host name.
     variables = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     # NCCL would choose the first interface, which other nodes may not reach.
     if interface := interface_of(config.node_host or ""):

@@ -1,4 +1,4 @@
-"""What the main program of every node of a server does first."""
+"""The process setup that the main program of each node performs first."""
 
 import logging
 
@@ -11,7 +11,10 @@ logger = logging.getLogger("baton.serve")
 
 
 def prepare_process(settings: EngineSettings) -> None:
-    """Makes this process end with its parent, and log its settings."""
+    """Sets up logging and the file limit, and makes this process end with its parent.
+
+    Also logs the settings.
+    """
     open_standard_streams()
     lifecycle.watch_parent()
     setup_logging(

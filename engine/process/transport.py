@@ -1,4 +1,4 @@
-"""Rank 0's link to the HTTP process: requests in, tokens out.
+"""Rank 0's link to the HTTP process. Receives requests, and sends tokens.
 
 The core's thread reads and writes the socket directly. A messaging library would pass
 each message through its own threads, four times between a request and its first token,
@@ -44,7 +44,7 @@ class EngineTransport:
         Returns:
             The messages, and whether the HTTP process has hung up.
         """
-        with contextlib.suppress(WireClosed):  # self._wire.receive() reports it below
+        with contextlib.suppress(WireClosed):  # _wire.receive() below raises it again
             while self._wire.unsent_bytes > MAX_UNSENT_BYTES:
                 writable = select.poll()
                 writable.register(self._wire, select.POLLOUT)
@@ -67,8 +67,8 @@ class EngineTransport:
         self._waker.wake()
 
     def send(self, message: EngineOutput) -> None:
-        """Send a message without waiting. Unread messages are buffered here."""
-        with contextlib.suppress(WireClosed):  # `receive` reports it
+        """Send a message without waiting. Unsent messages are buffered."""
+        with contextlib.suppress(WireClosed):  # `receive` reports the lost link
             self._wire.send(encode(message))
 
     def close(self) -> None:

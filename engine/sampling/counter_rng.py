@@ -3,11 +3,12 @@
     noise = f(seed, choice, position, token id)
 
 A draw therefore has the same result on any server, in any batch, and before and after a
-preemption. splitmix64 (Steele, Lea, Flood 2014), chained over (seed, choice, position),
-makes a key of 64 bits for each row. Token ids are hashed in 32 bits with the constants
-of lowbias32 (C. Wellons 2018). A second lowbias32 mixes in the key: one half before the
-first multiplication, the other half before the second. All devices compute the same
-integers; only the two logarithms at the end may differ in the last bit.
+preemption. "choice" is the index of the choice in its request. splitmix64 (Steele, Lea,
+Flood 2014), chained over (seed, choice, position), makes a 64-bit key for each row.
+lowbias32 (C. Wellons 2018) hashes each token id to 32 bits. A second pass of lowbias32
+mixes the key into this hash: one half of the key before the first multiplication, the
+other half before the second. All devices compute the same integers; only the two
+logarithms at the end may differ in the last bit.
 """
 
 import functools
@@ -19,8 +20,8 @@ _SPLITMIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LOWBIAS_1 = 0x7FEB352D
 _LOWBIAS_2 = 0x846CA68B - 2**32
 
-# This factor maps 31 bits to (0, 1). It is a little less than 2**-31, so that the
-# largest product stays below 1 in float32.
+# This factor maps a 31-bit integer plus 0.5 to (0, 1). It is slightly less than 2**-31,
+# so that the largest product stays below 1 in float32.
 _TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
@@ -30,8 +31,8 @@ def row_keys(
     """Returns a 64-bit key for each row, as int32 [S, 2].
 
     Args:
-        seed, choice, position: int64 [S]. The position is the index, in its sequence,
-            of the token to be drawn.
+        seed, choice, position: int64 [S]. The position is the index that the drawn
+            token will have in its sequence.
     """
     key = _splitmix64(seed)
     for counter in (choice, position):
@@ -64,25 +65,25 @@ def _gumbel_of_hashes(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     second = keys[:, 1:]
     x = _xorshift_(hashes ^ first, 16).mul_(_LOWBIAS_1).add_(second)
     x = _xorshift_(x, 15).mul_(_LOWBIAS_2)
-    # This last shift needs no mask: it adds copies of the sign bit, but all 31-bit
-    # results stay equally likely.
+    # This last shift fills the upper bits with the sign bit. They need not be cleared,
+    # because all 31-bit results stay equally likely.
     x.bitwise_xor_(x >> 16)
-    # Small uniforms make the large variates, which decide a draw. float32 has full
-    # precision for small uniforms.
+    # Small uniform numbers become large variates, and large variates decide a draw.
+    # float32 has full precision for small numbers.
     minus_uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(-_TO_UNIT)
     exponential = minus_uniform.log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def _lowbias32(x: torch.Tensor) -> torch.Tensor:
-    # x + 1, because lowbias32 maps 0 to 0.
+    # The input is x + 1, because lowbias32 maps 0 to 0.
     x = _xorshift_(x + 1, 16).mul_(_LOWBIAS_1)
     return _xorshift_(_xorshift_(x, 15).mul_(_LOWBIAS_2), 16)
 
 
 def _xorshift_(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Computes x ^= x >>> bits for int32, in place. torch's shift fills with the sign
-    bit; the mask clears these bits."""
+    """Computes x ^= x >>> bits for int32, in place. torch's shift fills the upper bits
+    with the sign bit, and the mask clears these bits."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 

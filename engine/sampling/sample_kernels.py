@@ -3,16 +3,16 @@ Triton kernels.
 
 No kernel sorts, and the host never waits for the device. A value is a logit minus the
 row's largest logit, divided by the temperature, so it is at most 0. For top_k and
-top_p, a search finds the smallest allowed value of a row: a token is allowed if all
+top_p, a search finds the smallest allowed value of a row. A token is allowed if all
 tokens with larger values together weigh less than a limit. For top_k, each token weighs
-1; for top_p, its probability. The search is over keys. The key of a value is the bit
-pattern of the float -value, which grows as the value falls. Each pass over the row
-tests seven keys at once, which reduces the range of keys to an eighth, until one value
-is left. That takes at most eleven passes.
+1; for top_p, a token weighs its probability. The search is over keys. The key of a
+value is the bit pattern of the float -value, so a smaller value has a larger key. Each
+pass over the row tests seven keys, which reduces the range of possible keys to an
+eighth. The search ends when one value is left, after at most eleven passes.
 
-The largest logit of a row decides how the row is read. A finite largest logit is
-subtracted from all logits. If it is +inf, only tokens with a logit of +inf can be
-drawn. If a row has only NaN and -inf, token 0 is drawn.
+If the largest logit of a row is finite, it is subtracted from all logits. If it is
++inf, only tokens with a logit of +inf can be drawn. If a row has only NaN and -inf,
+token 0 is drawn.
 """
 
 from typing import Any, Final
@@ -72,8 +72,8 @@ def _largest(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _scaled(logits, token, vocab, largest, temperature):  # type: ignore[no-untyped-def]
     """Returns the logits of some tokens of a row, minus the row's largest logit and
-    divided by the temperature. The results are at most 0. NaN and infinities are
-    replaced as the module docstring says."""
+    divided by the temperature. The results are at most 0. The module docstring
+    specifies how NaN and infinities are replaced."""
     x = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
     is_sure = largest == float("inf")
@@ -122,7 +122,7 @@ def _search(  # type: ignore[no-untyped-def]
         larger = tl.sum(weights.to(tl.float64), 1)
         first = tl.min(nearest, 0)
         last = tl.max(farthest, 0)
-        is_single = first == last  # one value is left, which several tokens may have
+        is_single = first == last  # one value is left; several tokens may have it
         low = tl.where(is_single, first, tl.max(tl.where(larger < bound, keys, low), 0))
         step = tl.where(number < 9, step >> 3, 1)
         number = tl.where(is_single, _PASSES, number + 1)
@@ -234,7 +234,7 @@ def _draw(  # type: ignore[no-untyped-def]
 def _finish(  # type: ignore[no-untyped-def]
     best, best_token, out, parts, PARTS: tl.constexpr
 ):
-    """Stores the best token of all tiles of each row in `out`."""
+    """Stores the token with the highest score of each row, over all tiles, in `out`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     let_next_begin_and_wait()
@@ -251,13 +251,13 @@ def draw(
     Args:
         logits: float32 [S, V] on a GPU, rows contiguous; may contain NaN and
             infinities. Without a batch, any float dtype.
-        batch: S rows on the same device. None: the token with the largest logit of each
-            row is drawn.
+        batch: the parameters of the S rows, on the same device. None: each row takes
+            the token with the largest logit.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    # With a single row the stride is irrelevant. A fixed value prevents Triton from
-    # compiling another variant for the stride of a tensor that the row is a view of.
+    # The stride of a single row is irrelevant. The row may be a view of another tensor.
+    # A fixed value prevents Triton from compiling a variant for that tensor's stride.
     stride = logits.stride(0) if rows > 1 else vocab
     parts = triton.cdiv(vocab, _TILE)
     grid = (rows, parts)

@@ -1,27 +1,28 @@
 """Draws the next token of every sequence of a step, and scores the tokens of prompts.
 
-A row with temperature 0 takes the token with the largest logit, or the lowest id of
-several such tokens. A row with a higher temperature takes
+A row with temperature 0 takes the token with the largest logit. If several tokens have
+this logit, the row takes the lowest token id. A row with a higher temperature takes
 
     argmax over the allowed tokens of  logit / temperature + Gumbel noise,
 
 which draws from softmax(logit / temperature) over the allowed tokens. The noise is
-counter-based (see counter_rng.py): a row's token depends on the row's own logits and
-parameters, never on other rows.
+counter-based (see counter_rng.py), so a row's token depends only on the row's own
+logits and parameters, never on other rows.
 
 Three parameters limit the allowed tokens, in this order, after the temperature:
   top_k  allows the tokens with the k largest logits;
-  top_p  allows the fewest of the likeliest tokens that together reach the probability
-         p, renormalised over the tokens that top_k allows; at least one token;
+  top_p  allows the smallest set of the likeliest tokens with a total probability of at
+         least p, and at least one token. Probabilities are renormalized over the tokens
+         that top_k allows;
   min_p  allows tokens with at least min_p times the probability of the likeliest token.
 All tokens with the same logit as the least likely allowed token are allowed too. So the
 allowed tokens never depend on how a sort orders equal logits. top_k and top_p have
 vLLM's semantics; min_p is applied last, as in transformers. Bias, penalties and masks
 change the logits earlier (engine/core/logits_processing.py).
 
-NaN counts as -inf, and +inf takes all the probability. A row with only NaN and -inf
-always draws token 0: the model failed for this row, and other rows must not fail with
-it.
+NaN counts as -inf. Tokens with a logit of +inf share all the probability. A row with
+only NaN and -inf always draws token 0. In this case the model failed for the row, but
+the other rows must not fail.
 """
 
 from collections.abc import Sequence
@@ -39,27 +40,27 @@ from engine.sampling.sampling_batch import SamplingBatch
 from model.decoder import StepModel
 from protocol.messages import SamplingParams, TokenLogprobs
 
-_MIN_TEMPERATURE = 1e-30  # float32 would round a smaller temperature to 0
-# On a CPU, top_k, top_p and min_p are first applied to only this many of the likeliest
-# tokens. The number is multiplied by _CANDIDATE_GROWTH until these tokens include all
-# allowed tokens.
+_MIN_TEMPERATURE = 1e-30  # float32 would round a much smaller temperature to 0
+# Initial number of candidates, which are the likeliest tokens of a row. On a CPU,
+# top_k, top_p and min_p are applied only to the candidates. The number is multiplied by
+# _CANDIDATE_GROWTH until the candidates include all allowed tokens.
 _MIN_CANDIDATES = 128
 _CANDIDATE_GROWTH = 16
-# Prompt tokens are scored in chunks of this many rows, with which the matmul reaches
-# full speed. The allocator reuses the memory of such small logits for the next chunk.
-# It would return the memory of larger logits to the system, and new memory costs page
-# faults.
+# Prompt tokens are scored in chunks of this many rows, which suffice for the full speed
+# of the matmul. The memory allocator reuses the memory of a small chunk's logits for
+# the next chunk. It would return the memory of larger logits to the operating system,
+# and allocating new memory costs page faults.
 _SCORED_ROWS = 64
 
 
 class Logprobs(NamedTuple):
-    """Logprobs of one chosen token in each of S rows, and of the k most likely
+    """For each of S rows, the logprobs of one chosen token and of the k most likely
     tokens."""
 
     chosen: torch.Tensor  # float32 [S]
     top_ids: torch.Tensor  # int64 [S, k], most likely first
     top: torch.Tensor  # float32 [S, k]
-    # int64 [S], how many tokens are at least as likely as the chosen one.
+    # int64 [S], the number of tokens that are at least as likely as the chosen token.
     ranks: torch.Tensor
 
     def on_host(self) -> "Logprobs":
@@ -83,17 +84,18 @@ class SampledTokens:
     """The tokens that a step draws, on the device or on the host."""
 
     token_ids: torch.Tensor  # int64 [S]
-    logprobs: Logprobs | None = None  # None if no row requests them
+    logprobs: Logprobs | None = None  # None if no row requests logprobs
 
 
 def is_greedy(params: Sequence[SamplingParams]) -> bool:
-    """Whether `greedy` can draw all rows: no row has a temperature or logprobs."""
+    """Whether all rows have temperature 0 and none requests logprobs."""
     return all(p.temperature <= 0 and p.num_logprobs is None for p in params)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the tokens that `sample` draws at temperature 0: int64 [S], which is
-    `out` if given. Needs no SamplingBatch, so nothing is copied to the device.
+    """Returns the tokens that `sample` draws at temperature 0, int64 [S]. If `out` is
+    given, the tokens are stored there. This function needs no SamplingBatch, so nothing
+    is copied to the device.
     """
     if logits.device.type == "cuda":
         return _draw_on_gpu(logits, None, out)
@@ -104,12 +106,12 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 def sample(
     logits: torch.Tensor, batch: SamplingBatch, shaping: Shaping | None = None
 ) -> SampledTokens:
-    """Draws one token for each row, and counts it in `shaping`, if given.
+    """Draws one token for each row. If `shaping` is given, it counts the drawn tokens.
 
     Args:
         logits: float32 [S, V], as the model computed them. This function does not write
             to them.
-        batch: S rows on the same device.
+        batch: the sampling parameters of the S rows, on the same device.
         shaping: changes to the logits before the draw. The returned logprobs are those
             of the unchanged logits.
     """
@@ -150,7 +152,7 @@ def _draw_on_cpu(
     token_ids: torch.Tensor,
     batch: SamplingBatch,
 ) -> None:
-    """Draws tokens for the rows with a temperature, and stores them in `token_ids`.
+    """Draws a token for each row with a temperature above 0, into `token_ids`.
 
     Args:
         logits: float32 [S, V], with a finite maximum in each row.
@@ -160,7 +162,8 @@ def _draw_on_cpu(
     for rows, is_free in ((batch.free_rows, True), (batch.restricted_rows, False)):
         if rows is None:
             continue
-        # Differences to the largest logit, so that a tiny temperature cannot overflow.
+        # The largest logit is subtracted before the division, so that a tiny
+        # temperature cannot cause an overflow to +inf.
         scaled = logits[rows] - largest[rows, None]
         scaled.div_(batch.temperature[rows, None].clamp(min=_MIN_TEMPERATURE))
         keys = row_keys(batch.seed[rows], batch.choice[rows], batch.position[rows])
@@ -185,8 +188,8 @@ def _without_non_numbers(
     of the maxima [S].
     """
     largest, token_ids = logits.max(-1)
-    # A maximum is NaN if any logit of its row is NaN. On a GPU, this test takes longer
-    # than replacing the values.
+    # A maximum is NaN if any logit of its row is NaN. The maxima are tested only on a
+    # CPU: on a GPU, the test takes longer than replacing the values.
     if logits.device.type == "cpu" and bool(largest.isfinite().all()):
         return logits, largest, token_ids
     logits = logits.masked_fill(logits.isnan(), float("-inf"))
@@ -210,10 +213,10 @@ def _candidates(
 
     Args:
         scaled: float32 [R, V], logits minus their maximum, divided by the temperature.
-        rows: int64 [R], the rows of `batch`.
+        rows: int64 [R], the indices of these rows in `batch`.
     """
     limits = [x[rows, None] for x in (batch.top_k, batch.top_p, batch.min_p)]
-    mass = None  # sum of the exponentials of all values, for rows without top_k
+    mass = None  # sums of the exponentials of all values; used for rows without top_k
     if batch.has_bare_top_p:
         mass = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
     vocab_size = scaled.shape[1]
@@ -244,8 +247,8 @@ def _smallest_allowed(
     no_limit = torch.full_like(values[:, :1], float("-inf"))
     kth = values.gather(1, (top_k - 1).clamp(0, values.shape[1] - 1))
     by_top_k = torch.where(top_k > 0, kth, no_limit)
-    # float64, because the order of summation must not decide whether a sum reaches
-    # top_p.
+    # The sums are float64, because the order of summation must not decide whether a sum
+    # reaches top_p.
     mass = values.exp().double().masked_fill(values < by_top_k, 0.0)
     total = mass.sum(-1, keepdim=True)
     if mass_of_all is not None:
@@ -281,17 +284,17 @@ def _ranks(
 ) -> torch.Tensor:
     """Returns how many logits of each row [S, V] are at least `chosen` [S, 1].
 
-    On a CPU, counting over a whole row takes as long as computing its logprobs.
-    Therefore only those rows are counted in which all `top` logits [S, k] are at least
-    `chosen`. On a GPU all rows are counted, because the host would have to wait to
-    learn which rows need the count.
+    On a CPU, counting over a complete row takes as long as computing its logprobs. So a
+    row is counted only if all its `top` logits [S, k] are at least `chosen`. On a GPU,
+    all rows are counted, because finding the rows that need a count would make the host
+    wait.
     """
     if logits.device.type != "cpu":
         return (logits >= chosen).sum(-1)
     is_larger = top >= chosen
     ranks = is_larger.sum(-1)
     needs_count = is_larger.all(-1)  # true for all rows if k is 0
-    # Views of single rows, because copies would cost page faults.
+    # The loop reads views of single rows, because copies would cost page faults.
     values = logits.numpy()
     thresholds = chosen.numpy()
     for row in needs_count.nonzero().squeeze(1).tolist():
@@ -300,16 +303,16 @@ def _ranks(
 
 
 class LastSampledTokens:
-    """The tokens that the last step drew, in a buffer with a fixed address from which
-    the next step reads them.
+    """The tokens that the last step drew. The next step reads them from a buffer with a
+    fixed address.
 
     A step's token id t is looked up at index ~t (its complement). If t is -1 - r, the
-    index is r, where the buffer holds the token that row r drew. If t is the id of a
-    token, the index is negative. It then counts from the end of the buffer, which holds
-    t itself there.
+    index is r, and the entry at r is the token that row r drew. If t is the id of a
+    token, the index is negative and counts from the end of the buffer. The entry at
+    this index is t itself.
 
     Args:
-        size: largest number of draws of a step.
+        size: maximum number of draws in a step.
 
     Attributes:
         token_ids: int64 [size], the drawn tokens.
@@ -324,7 +327,7 @@ class LastSampledTokens:
         self._num_stored = 0
 
     def store(self, drawn: torch.Tensor) -> None:
-        """Stores the draws of the last launched step, int64 [R]."""
+        """Stores the tokens that the last launched step draws, int64 [R]."""
         self._num_stored = min(len(drawn), len(self.token_ids))
         # Nothing is copied if a captured graph has drawn directly into the buffer.
         if drawn.data_ptr() != self.token_ids.data_ptr():
@@ -355,7 +358,8 @@ class PendingScores:
 
     Args:
         requests: the requested tokens.
-        chunks: logprobs of all requested tokens in order, being copied to the host.
+        chunks: logprobs of all requested tokens in order. Their copies to the host may
+            still be incomplete.
     """
 
     def __init__(self, requests: list[ScoredRows], chunks: list[Logprobs]) -> None:
@@ -363,8 +367,8 @@ class PendingScores:
         self._chunks = chunks
 
     def result(self) -> list[list[TokenLogprobs]]:
-        """Returns one list for each request. Must be called only once the device has
-        finished the step."""
+        """Returns the logprobs of each request's tokens, one list per request. Must be
+        called only after the device has finished the step."""
         counts = iter(
             [request.num_top for request in self._requests for _ in request.targets]
         )
@@ -383,7 +387,8 @@ def score(
     """Computes the logprobs of the requested prompt tokens, without bias, penalties and
     masks.
 
-    Every rank of a model takes part. On a GPU, the host does not wait for the device.
+    All ranks of the model must call this function. On a GPU, the host does not wait for
+    the device.
 
     Args:
         hidden: hidden states of a step, [T, hidden].

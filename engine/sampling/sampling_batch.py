@@ -1,4 +1,4 @@
-"""How the tokens of one step are drawn, as tensors on the device."""
+"""The sampling parameters of one step's draws, as tensors on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from protocol.messages import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """How to draw one token for each of S rows; see `from_params`.
+    """The sampling parameters of S rows. One token is drawn for each row.
 
-    `free_rows` and `restricted_rows` are computed on the host. Finding these rows on
-    the device would make the host wait for the device.
+    `from_params` computes `free_rows` and `restricted_rows` on the host. Finding these
+    rows on the device would make the host wait for the device.
 
     Attributes:
         temperature, top_p, min_p: float32 [S].
         top_k: int64 [S]; 0 allows every token.
-        seed, choice: int64 [S].
-        position: int64 [S], the index, in its sequence, of the token to be drawn.
-        max_logprobs: the largest number of likeliest tokens for which any row requests
-            logprobs. 0: rows request only the logprob of the drawn token; None: no row
-            requests logprobs.
+        seed: int64 [S].
+        choice: int64 [S], the index of the choice in its request.
+        position: int64 [S], the index that the drawn token will have in its sequence.
+        max_logprobs: the largest number of top logprobs that any row requests. 0: rows
+            request only the logprob of the drawn token; None: no row requests logprobs.
         free_rows: int64, indices of the rows with a temperature above 0 and without
             top_k, top_p and min_p; None if there are no such rows.
         restricted_rows: int64, indices of the rows with a temperature above 0 and with
@@ -55,8 +55,8 @@ class SamplingBatch:
         """Makes a batch with one row for each entry of `params`.
 
         Args:
-            positions: for each row, the index, in its sequence, of the token to be
-                drawn.
+            positions: for each row, the index that the drawn token will have in its
+                sequence.
         """
         assert len(params) == len(positions), (len(params), len(positions))
         device = torch.device(device)

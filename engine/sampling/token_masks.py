@@ -31,11 +31,11 @@ def step_masks(rows: Sequence[Int32s | None], vocab_size: int) -> Int32s:
     """Return the masks of the R draws of a step: int32 [R, ceil(V / 32)].
 
     Args:
-        rows: for each draw, its mask, int32 [W]; None: every token is allowed.
+        rows: the mask of each draw, int32 [W]; None: every token is allowed.
         vocab_size: V, the number of the model's logits.
     """
-    # The rows of states may be wider, because the tokenizer may have more tokens than
-    # the model has logits.
+    # A mask in `rows` may be wider than the result, because the tokenizer may have more
+    # tokens than the model has logits.
     num_words = -(-vocab_size // WORD_BITS)
     masks = np.full((len(rows), num_words), -1, dtype=np.int32)
     for index, row in enumerate(rows):

@@ -3,7 +3,8 @@ and without proposals.
 
 A stream is a sequence that decodes. A row is a position that a step computes: each
 stream has one, and each proposed token one more. The duration of a step with proposals
-is stored relative to one without (its slowdown), because both grow with the contexts.
+is stored relative to the duration of a step without proposals, as a slowdown, because
+both durations grow with the contexts.
 """
 
 from typing import Final, NamedTuple
@@ -14,36 +15,39 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Steps. A duration of steps without proposals is the median of this many at first, so
+# The first duration of steps without proposals is the median of this many steps, so
 # that two interrupted steps do not matter.
 MIN_PLAIN_STEPS: Final = 5
-# Steps with proposals after which steps without are measured again. That takes two
-# steps, because the first one is not launched ahead: 3 % of the gain.
+# After this many steps with proposals, a step without proposals is measured again. A
+# measurement takes two steps, because the first one is not launched ahead. It costs 3 %
+# of the gain.
 PLAIN_INTERVAL: Final = 64
-# Steps without prompts after which measurements expire, because contexts change. 2,000
-# steps take about half a minute.
+# Measurements expire after this many steps without prompts, because contexts change.
+# 2,000 steps take about half a minute.
 MAX_AGE_STEPS: Final = 2_000
-# About this many of the latest measurements count in a mean, so that it follows
-# contexts that grow.
+# About this many of the latest measurements count in a mean, so that the mean follows
+# growing contexts.
 _WINDOW: Final = 12
-# The relative noise of a measured duration. A mean of n has this error, divided by
-# sqrt(n). Numbers of proposals that were measured seldom are preferred by as much,
-# because they may be better than they look.
+# The relative noise of a measured duration. The mean of n durations has this error
+# divided by sqrt(n). The mean slowdown of a rarely measured number of proposals is
+# reduced by its error, because the number may be better than it looks.
 _NOISE: Final = 0.1
-# A relative deviation that is probably no noise, but a change of the durations, such as
-# when long contexts have ended. Steps without proposals are then measured.
+# A larger relative deviation is probably not noise but a change of the durations, for
+# example because sequences with long contexts have ended. Steps without proposals are
+# then measured again.
 _MAX_DEVIATION: Final = 0.25
-# Deviating steps with proposals in a row that show such a change. One alone may have
-# been interrupted.
+# This many deviating steps with proposals in a row show a change of the durations. A
+# single deviating step may have been interrupted.
 _MIN_DEVIATING_STEPS: Final = 2
-# A step counts as at most this many times its largest possible duration, because other
-# work of the machine may have interrupted it.
+# A measured duration is limited to this many times the largest possible duration of the
+# step, because other work of the machine may have interrupted the step.
 _OUTLIER: Final = 2.0
-# The rows of a step exceed those of all measured steps by at most this factor, because
-# the duration of a much larger step is unknown.
+# A step has at most this many times the rows of the largest measured step, because the
+# duration of a much larger step is unknown.
 _MAX_GROWTH: Final = 1.5
-# Numbers are rounded up to this many significant bits, and equal results share
-# measurements. Their durations differ by 6 % at most.
+# Counts of streams and of proposals are rounded up to this many significant bits.
+# Counts with the same result share measurements, because their durations differ by 6 %
+# at most.
 _SIGNIFICANT_BITS: Final = 5
 
 
@@ -62,7 +66,7 @@ def _rounded_numbers(maximum: int) -> Ints:
     return np.array(numbers)
 
 
-# The numbers of proposals of a step that are distinguished.
+# The rounded numbers of proposals of a step. Durations are estimated for each of them.
 NUMBERS: Final = _rounded_numbers(2**20)
 
 
@@ -70,7 +74,7 @@ class MovingMean:
     """A mean in which later values count more.
 
     Attributes:
-        step: the step of the latest value.
+        step: the number of the step of the latest value.
     """
 
     def __init__(self, value: float, num_values: int, step: int) -> None:
@@ -99,13 +103,14 @@ def _with(mean: MovingMean | None, value: float, step: int) -> MovingMean:
 
 
 class Estimates(NamedTuple):
-    """Durations relative to those of steps without proposals, one for each of NUMBERS.
+    """Slowdowns of steps with proposals, one for each of NUMBERS. A slowdown is a
+    duration relative to a step without proposals.
 
     Attributes:
-        expected: the expected slowdowns. Where nothing was measured, the least that are
-            likely.
-        optimistic: the least slowdowns that are likely: somewhat less than the expected
-            ones where few steps were measured.
+        expected: the expected slowdowns. For a number of proposals that was not
+            measured, the optimistic slowdown.
+        optimistic: the smallest likely slowdowns. They are below the expected ones
+            where few steps were measured.
         largest: the largest possible slowdowns, apart from noise.
         is_measured: whether steps with this number of proposals were measured.
     """
@@ -117,17 +122,17 @@ class Estimates(NamedTuple):
 
 
 class BatchTimes:
-    """The durations of steps with `num_streams` streams. Steps are numbered over all
-    numbers of streams."""
+    """The durations of steps with `num_streams` streams. The argument `step` of the
+    methods is a count of all steps without prompts, with any number of streams."""
 
     def __init__(self, num_streams: int) -> None:
         self._num_streams = num_streams
         self._plain: MovingMean | None = None
-        # The latest steps without proposals, if their durations deviate from the mean
-        # or if there is none.
+        # Durations of the latest steps without proposals, if they deviate from the
+        # mean, or if there is no mean yet.
         self._unconfirmed: list[float] = []
         self._num_since_plain = 0  # steps with proposals since the latest plain one
-        self._num_deviating = 0  # the latest steps with proposals, if they deviate
+        self._num_deviating = 0  # deviating steps with proposals in a row
         self._slowdowns: dict[int, MovingMean] = {}  # by index in NUMBERS
         self._after_proposals: MovingMean | None = None
         self._estimates: Estimates | None = None  # None after a change
@@ -135,7 +140,8 @@ class BatchTimes:
     @property
     def plain_s(self) -> float | None:
         """The duration of a step without proposals in seconds, reduced by its likely
-        error; None if unknown. Too long a duration would let losses look like gains."""
+        error; None if unknown. A value that is too large would make losses look like
+        gains."""
         if self._plain is None:
             return None
         num_values = min(self._plain.num_values, _WINDOW)
@@ -167,11 +173,12 @@ class BatchTimes:
             self._unconfirmed.clear()
 
     def add_slowdown(self, num_proposals: int, slowdown: float, step: int) -> float:
-        """Records the duration of a step relative to one without proposals: of a step
-        with proposals, or (`num_proposals` 0) of the one after it.
+        """Records the slowdown of a step with proposals. If `num_proposals` is 0, the
+        step had no proposals, but speculation delayed it.
 
         Returns:
-            The mean of such steps, at least 1, because more rows never take less time.
+            The mean slowdown of such steps; at least 1, because more rows never take
+            less time.
         """
         if not num_proposals:
             slowdown = min(slowdown, _OUTLIER)
@@ -191,7 +198,8 @@ class BatchTimes:
         return max(1.0, mean.value)
 
     def expected_slowdown(self, num_proposals: int) -> float:
-        """The expected result of `add_slowdown`."""
+        """The expected result of `add_slowdown`, for a step without a measured
+        duration."""
         if num_proposals:
             index = int(np.searchsorted(NUMBERS, num_proposals))
             return float(self.estimates.expected[index])
@@ -207,7 +215,7 @@ class BatchTimes:
 
     @property
     def max_proposals(self) -> int:
-        """The largest number of proposals of the next step."""
+        """The largest number of proposals that the next step may have."""
         last = 0
         if self._slowdowns:
             last = int(NUMBERS[max(self._slowdowns)])
@@ -224,10 +232,12 @@ class BatchTimes:
         """Estimates all slowdowns.
 
         Between two measured numbers of proposals, the slowdown is interpolated, and the
-        largest is that of the greater number. Beyond the last one, the slowdown
-        continues with the slope from the first to the last, because a step without
-        proposals lacks what a verification costs once. The largest is then proportional
-        to the rows: a step does some work once for all rows, so it cannot be more.
+        largest possible slowdown is that of the greater number. Beyond the greatest
+        measured number, the slowdown continues with the slope from the smallest
+        measured number to the greatest. Steps without proposals do not count for this
+        slope, because they lack the fixed cost of a verification. The largest possible
+        slowdown grows in proportion to the number of rows. It cannot grow faster,
+        because a step does some work only once for all rows.
         """
         indexes = np.array(sorted(self._slowdowns), dtype=np.int64)
         means = [self._slowdowns[index] for index in indexes.tolist()]

@@ -1,15 +1,15 @@
-"""How many tokens of missing draft KV one round may compute.
+"""Limits the number of tokens whose missing draft KV one round computes.
 
 A sequence that begins to decode has a prompt without draft KV. The draft model computes
-it in pieces, one in each round, so that the streams of the engine do not wait for a
-long prompt.
+this KV in pieces, one in each round, so that the streams of the engine do not wait for
+a long prompt.
 """
 
 from typing import Final
 
 _FIRST_TOKENS: Final = 64
 _MIN_TOKENS: Final = 16
-_MAX_GROWTH: Final = 2  # from one round to the next
+_MAX_GROWTH: Final = 2  # largest factor of the limit from one round to the next
 
 
 class CatchUpBudget:
@@ -20,7 +20,7 @@ class CatchUpBudget:
         max_tokens: the largest number of tokens of a round.
 
     Attributes:
-        num_tokens: how many tokens the next round may compute.
+        num_tokens: largest number of missing tokens that the next round computes.
         token_s: seconds that a token took in the last large step; 0 until measured.
     """
 
@@ -31,8 +31,8 @@ class CatchUpBudget:
         self.token_s = 0.0
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of a step with `num_tokens` tokens. A small step that
-        takes little time does not show how long a large one takes."""
+        """Records the duration of a step with `num_tokens` tokens. Ignores a small step
+        that takes little time, because it does not show how long a large step takes."""
         if num_tokens < self.num_tokens // 2 and seconds <= self._max_seconds:
             return
         self.token_s = seconds / num_tokens

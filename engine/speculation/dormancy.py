@@ -1,25 +1,27 @@
-"""Decides when a drafter that reads hidden states computes draft KV of the streams
-that decode.
+"""Decides when a drafter that reads hidden states sleeps.
 
-Such a drafter computes draft KV of every token of a stream, also while its proposals do
-not pay and only a few probes are made. That would cost more than users are promised
-(policy.py). So it sleeps then: it computes draft KV of prompts only, and proposes
-nothing. When it wakes, its context is what has draft KV, and the tokens from then on.
+While such a drafter is awake, it computes draft KV of every token of the decoding
+streams, even if its proposals do not pay off and are only occasional probes. That would
+cost more than the loss that users are promised (policy.py). The drafter therefore
+sleeps while its proposals do not pay off: it computes draft KV of prompts only, and
+proposes nothing. After it wakes, its context consists of the tokens that already have
+draft KV and of all later tokens.
 """
 
 from typing import Final
 
-# Decode steps. Awake for a ninth of the time, a drafter that costs 9 % loses 1 %. While
-# awake, one of 8 steps may be a probe, so the policy sees 32 of them.
+# Numbers of decode steps for which a drafter stays awake and asleep. A drafter that
+# costs 9 % loses 1 % if it is awake for a ninth of the time. While the drafter is
+# awake, one of 8 steps may be a probe, which gives the policy 32 probes.
 AWAKE_STEPS: Final = 256
 ASLEEP_STEPS: Final = 2_048
 # If fewer than this share of steps have proposals, the proposals are only probes. While
-# proposals pay, nearly all steps have some.
+# proposals pay off, nearly all steps have some.
 _MIN_SHARE: Final = 0.25
 
 
 class Dormancy:
-    """Counts decode steps.
+    """Counts decode steps, and switches between awake and asleep.
 
     Attributes:
         is_asleep: whether the drafter sleeps.

@@ -1,21 +1,23 @@
-"""Where the KV of a draft model is, and which tokens of a sequence have it.
+"""Defines where the KV of a draft model (draft KV) is stored, and records which tokens
+have draft KV.
 
-The draft model has a KV pool of its own, whose blocks have the numbers of the engine's
+The draft model has its own KV pool, whose blocks have the same numbers as the engine's
 blocks: the KV of a token is in the same block and slot of both pools. So draft KV needs
-no allocator and no tables, and is pulled with the KV of the engine's model from an
-engine with the same drafter (kvcache/transfer/draft.py).
+no allocator and no block tables. Draft KV is pulled together with the KV of the
+engine's model from an engine with the same drafter (kvcache/transfer/draft.py).
 
 - `Sequence.num_drafted` counts the tokens at the beginning of a sequence that have
-  draft KV. The sequence holds the blocks of these tokens, so no other content replaces
-  it. A sequence that loses its blocks starts again at 0.
+  draft KV. The sequence holds the blocks of these tokens, so their draft KV is not
+  overwritten. A sequence that loses its blocks starts again at 0.
 - Blocks outlive sequences in the engine's prefix index. For each block, `DraftedBlocks`
-  records the tokens whose draft KV it was filled with. If a sequence has a block that
-  was filled with the same tokens after the same prefix, it does not compute their draft
-  KV again. The record depends only on what the draft model wrote, so it remains right
-  when the engine uses a block for other tokens.
-- The engine allocates the blocks of proposed tokens after they are proposed. The draft
-  KV of tokens for which the sequence has no block yet is written to scratch blocks,
-  which follow the other blocks in the pool. The next round computes this KV again.
+  records the tokens whose draft KV fills the block. If a sequence later has the block
+  for the same tokens after the same prefix, their draft KV is not computed again. A
+  record depends only on what the draft model wrote, so it remains correct when the
+  engine uses the block for other tokens.
+- The engine allocates blocks for proposed tokens only after the round that proposes
+  them. The draft KV of tokens for which the sequence has no block yet is written to
+  scratch blocks, which follow the other blocks in the draft model's pool. The next
+  round computes this KV again.
 """
 
 import itertools
@@ -30,9 +32,9 @@ from engine.core.sequence import Sequence
 from kvcache.blocks import NULL_BLOCK
 from kvcache.groups import KVGroups
 
-# Sequences of one round that can have scratch blocks. Proposals for more sequences end
-# with their blocks: with blocks of 64 tokens, few sequences reach the end of a block in
-# the same round.
+# Maximum number of sequences with scratch blocks in one round. For further sequences,
+# proposals stop at the end of the allocated blocks. This is rare: with blocks of 64
+# tokens, few sequences reach the end of a block in the same round.
 _MAX_SCRATCH_SEQS = 64
 
 
@@ -43,7 +45,8 @@ class DraftPoolSizes:
     Attributes:
         num_blocks: blocks of the engine's pool, including the null block.
         tokens_per_block: tokens of a block of the engine's block tables.
-        blocks_per_block: draft blocks that have the tokens of one such block.
+        blocks_per_block: draft blocks that hold the tokens of one block of the engine's
+            block tables.
         scratch_per_seq: scratch blocks of a sequence.
         max_scratch_seqs: sequences of one round that can have scratch blocks.
     """
@@ -65,7 +68,7 @@ class DraftPoolSizes:
         max_seqs: int,
     ) -> "DraftPoolSizes":
         # A round writes at most `max_proposals` tokens after the allocated blocks: the
-        # last token of the sequence, and all proposals but the last one.
+        # last token of the sequence, and all proposals except the last.
         draft_block_size = tokens_per_block // blocks_per_block
         return cls(
             num_blocks=num_blocks,
@@ -120,28 +123,29 @@ class DraftedBlocks:
         self._hashes: dict[int, int] = {}
 
     def blocks_of(self, sequence: Sequence) -> list[int]:
-        """The blocks in which the draft KV of a sequence is stored, also where it is
-        not computed yet."""
+        """The blocks that store the draft KV of a sequence, including blocks whose
+        draft KV is not computed yet."""
         return self._blocks_in(sequence.block_ids)
 
     def _blocks_in(self, table: list[int]) -> list[int]:
-        """The blocks of a table in which draft KV is stored, also where it is not
-        computed yet."""
+        """The blocks of a table that store draft KV, including blocks whose draft KV is
+        not computed yet."""
         blocks = list(self._groups.group_table(table, self._group))
         while blocks and blocks[-1] == NULL_BLOCK:
             blocks.pop()
         return blocks
 
     def num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
-        """How many of these tokens have draft KV, from the first one on, in full
-        blocks of a table."""
+        """The number of tokens at the beginning of `token_ids` that have draft KV in
+        full blocks of a table."""
         blocks = self._blocks_in(table)
         return len(self._matching_hashes(token_ids, blocks)) * self._block_size
 
     def _matching_hashes(
         self, token_ids: Sequenceable[int], blocks: Sequenceable[int]
     ) -> list[int]:
-        """The hashes of the first blocks that are filled with these tokens."""
+        """The hashes of the first blocks, up to the first block that is not filled with
+        draft KV of these tokens."""
         hashes = []
         for block, expected in zip(blocks, self._hashes_of(token_ids), strict=False):
             if self._hashes.get(block) != expected:
@@ -150,14 +154,14 @@ class DraftedBlocks:
         return hashes
 
     def begin_pull(self, table: list[int], start: int) -> None:
-        """Forgets which draft KV the blocks of a table have, from token `start` on.
-        Must be called before draft KV is pulled to them."""
+        """Drops the records of the blocks of a table, from the block of token `start`
+        on. Must be called before draft KV is pulled to these blocks."""
         self.forget(self._blocks_in(table)[start // self._block_size :])
 
     def finish_pull(
         self, token_ids: Sequenceable[int], table: list[int], start: int, stop: int
     ) -> None:
-        """Records the full blocks whose draft KV of tokens [start, stop) was pulled."""
+        """Records the blocks that the pulled draft KV of tokens [start, stop) fills."""
         first = -(-start // self._block_size)
         filled = zip(self._blocks_in(table), self._hashes_of(token_ids), strict=False)
         last = stop // self._block_size
@@ -165,7 +169,8 @@ class DraftedBlocks:
             self._hashes[block] = hashed
 
     def _hashes_of(self, token_ids: Sequenceable[int]) -> Iterator[int]:
-        """Yields the hash of each full block of these tokens."""
+        """Yields a hash for each full block of these tokens, which includes all tokens
+        before the block."""
         size = self._block_size
         hashed = 0
         for start in range(0, len(token_ids) - size + 1, size):
@@ -173,8 +178,8 @@ class DraftedBlocks:
             yield hashed
 
     def extend(self, sequence: Sequence, blocks: list[int]) -> None:
-        """Adds tokens to `sequence.num_drafted` whose blocks are already filled with
-        their draft KV."""
+        """Increases `sequence.num_drafted` by the next tokens whose blocks are already
+        filled with their draft KV."""
         size = self._block_size
         while sequence.num_drafted % size == 0:
             index = sequence.num_drafted // size
@@ -186,13 +191,14 @@ class DraftedBlocks:
             sequence.num_drafted += size
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Forgets which draft KV blocks have. Must be called before draft KV is written
-        to them."""
+        """Drops the records of blocks. Must be called before draft KV is written to
+        these blocks."""
         for block in blocks:
             self._hashes.pop(block, None)
 
     def record(self, sequence: Sequence, blocks: list[int]) -> None:
-        """Records the blocks that `sequence.num_drafted` tokens fill."""
+        """Records the blocks that are filled with draft KV of the first
+        `sequence.num_drafted` tokens."""
         num_full = sequence.num_drafted // self._block_size
         first = num_full
         while first and blocks[first - 1] not in self._hashes:
@@ -203,8 +209,8 @@ class DraftedBlocks:
             self._hashes[blocks[index]] = hashed
 
     def _hash(self, sequence: Sequence, blocks: list[int], index: int) -> int | None:
-        """The hash of a sequence's tokens up to the end of a block; None if the block
-        before is not recorded."""
+        """The hash of a sequence's tokens up to the end of a block; None if the
+        previous block is not recorded."""
         previous: int | None = 0
         if index:
             previous = self._hashes.get(blocks[index - 1])

@@ -1,8 +1,9 @@
 """A draft model: a smaller model of the same vocabulary that proposes tokens.
 
-This file reads and checks its files, without torch, before any engine process starts.
-The draft model runs on the ranks of the engine, with the engine's options except those
-that describe the files and the KV of the engine's own model.
+This module reads and checks the files of a draft model, without torch, before any
+engine process starts. The draft model runs on the ranks of the engine, with the
+engine's options except those that describe the files and the KV of the engine's own
+model.
 """
 
 from collections.abc import Iterator
@@ -27,11 +28,13 @@ class DraftModelSpec(NamedTuple):
 
     Attributes:
         config: the engine's configuration, changed for the draft model.
-        blocks_per_block: blocks of the draft model that have the tokens of one block of
-            a block table. Ranks that share tokens (--dcp) have larger blocks in tables;
-            the draft model stores all tokens on every rank.
+        blocks_per_block: number of the draft model's blocks that hold the tokens of one
+            block of the engine's block tables. More than 1 only with --dcp: a block of
+            a table then has tokens of several ranks, but the draft model stores all
+            tokens on every rank.
         max_proposals: the largest number of tokens to propose for a sequence.
-        name: the kind of drafter in --speculate, and the subject of messages about it.
+        name: the kind of drafter in --speculate and a description of the drafter, for
+            messages.
     """
 
     config: EngineConfig
@@ -143,7 +146,8 @@ def check_draft_model(
 
 @contextmanager
 def naming_draft_model(name: str) -> Iterator[None]:
-    """Adds the name of a draft model to the messages of errors that lack the option."""
+    """Adds --speculate and the name of a draft model to the messages of errors that do
+    not name this option."""
     try:
         yield
     except DraftModelError:
@@ -157,7 +161,8 @@ def naming_draft_model(name: str) -> Iterator[None]:
 
 
 def check_windows(target: ModelConfig, target_folder: str, kind: str) -> None:
-    """Raises DraftModelError if the engine drops the blocks that a draft model needs.
+    """Raises DraftModelError if all layers of the engine's model have windows, because
+    the engine then drops blocks that a draft model needs.
 
     Args:
         kind: the draft model's kind in --speculate.
@@ -176,7 +181,7 @@ def _check_vocabulary(folder: str, target_folder: str) -> None:
     """Raises DraftModelError if a token id has different texts in the two models.
 
     One vocabulary may be longer than the other one. Models of one family often differ
-    in their numbers of reserved tokens and of rows without a token.
+    in the numbers of reserved tokens and of embedding rows without a token.
     """
     texts = [_texts_by_id(name) for name in (folder, target_folder)]
     for token_id in sorted(texts[0].keys() & texts[1].keys()):

@@ -12,21 +12,22 @@ from engine.core.sequence import Sequence
 from engine.speculation.draft_kv import DraftPoolSizes
 from protocol.messages import SamplingParams
 
-# The draw of a row that is not the last one of its stream. Its result is not used.
+# Parameters for the draw of a row that is not the last row of its stream. The drawn
+# token is not used.
 _UNUSED_DRAW: Final = SamplingParams(temperature=0.0)
 
 
 @dataclass(eq=False, slots=True)
 class DraftStream:
-    """A sequence in one round.
+    """A sequence that takes part in one round.
 
     Attributes:
-        blocks: the blocks that have its draft KV.
+        blocks: the blocks that store the sequence's draft KV.
         limit: the largest number of tokens to propose.
-        start: the first token that the round computes.
+        start: the index of the first token that the round computes.
         num_tokens: how many tokens the first step of the round computes.
-        scratch: the index of the sequence among those with scratch blocks; None: it has
-            none.
+        scratch: the index of the sequence among those with scratch blocks; None: the
+            sequence has no scratch blocks.
         proposals: the tokens that the draft model has drawn.
     """
 
@@ -40,7 +41,7 @@ class DraftStream:
 
     @property
     def num_missing(self) -> int:
-        """The number of tokens that the round would have to compute."""
+        """The number of tokens to compute before the first proposal can be drawn."""
         return len(self.sequence.token_ids) - self.start
 
     @property
@@ -87,8 +88,9 @@ class DraftRound:
         """The step that computes the missing tokens of the streams.
 
         Args:
-            as_rows: whether each token is a sequence of its own, so that the step can
-                run as a CUDA graph. All streams must be complete.
+            as_rows: whether the step treats each token as a separate sequence of one
+                token, so that it can run as a CUDA graph. All streams must then be
+                complete.
         """
         query_lens = np.array([stream.num_tokens for stream in self._streams], np.int32)
         starts = np.array([stream.start for stream in self._streams], np.int32)
@@ -115,7 +117,7 @@ class DraftRound:
         self, query_lens: Int32s, starts: Int32s, token_ids: list[int]
     ) -> StepInput:
         """The step with a row for each token. A row sees the KV of the rows before it,
-        because each layer stores the KV of all rows before it attends."""
+        because each layer stores the KV of all rows before any row attends."""
         num_rows = len(token_ids)
         ends = np.cumsum(query_lens)
         within = np.arange(num_rows, dtype=np.int32) - np.repeat(
@@ -138,8 +140,8 @@ class DraftRound:
         )
 
     def next_step(self) -> StepInput | None:
-        """The step that computes the draws of the previous step; None if no stream
-        needs more proposals."""
+        """The step that computes the tokens that the previous step has drawn; None if
+        no stream needs more proposals."""
         indices = [
             index
             for index, stream in enumerate(self._streams)
@@ -148,7 +150,7 @@ class DraftRound:
         if not indices:
             return None
         streams = [self._streams[index] for index in indices]
-        # -1 - r stands for draw r of the previous step.
+        # The id -1 - r stands for the token of draw r in the previous step.
         token_ids = [-1 - self.rows[stream] for stream in streams]
         context_lens = [
             len(stream.sequence.token_ids) + self._num_steps for stream in streams

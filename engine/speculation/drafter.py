@@ -2,7 +2,8 @@
 
 A proposal is a guess. The step that follows verifies it: it draws the token of each
 proposed position as an ordinary step would, and accepts the proposals that equal the
-drawn tokens, up to the first that differs. So no drafter can change a token.
+drawn tokens, up to the first that differs. So no drafter can change a token of the
+output.
 """
 
 from collections.abc import Sequence as Sequenceable
@@ -19,8 +20,8 @@ class Drafter(Protocol):
 
     Attributes:
         name: the value of the label `drafter` of the metrics.
-        uses_device: whether proposing takes time on the device. If not, the engine
-            requests proposals for all sequences first, and then decides how many of
+        uses_device: whether proposing takes time on the device. If False, the engine
+            first requests proposals for all sequences, and then decides how many of
             them to verify.
     """
 
@@ -36,7 +37,7 @@ class Drafter(Protocol):
         engine then stops using this drafter.
 
         Args:
-            sequences: decoding sequences. All their tokens but the last one have KV.
+            sequences: decoding sequences. All their tokens except the last have KV.
             limits: for each sequence, the largest number of tokens to propose.
         """
 
@@ -53,17 +54,17 @@ class StateReadingDrafter(Drafter, Protocol):
         *,
         only_prompts: bool = False,
     ) -> StepInput:
-        """Returns a step of the engine's model that also stores states.
+        """Returns `step`, extended to also store hidden states for the drafter.
 
         Args:
-            scheduled: what the step computes.
+            scheduled: the tokens that the step of the engine's model computes.
             only_prompts: do nothing for sequences that decode.
         """
 
     def follow(self) -> list[PendingStep]:
-        """Launches steps of the drafter, and returns them. Must be called once the
-        prepared step has been launched and has drawn, and before the next step is
-        launched. Not called if the step has failed."""
+        """Launches steps of the drafter, and returns them. Called after the prepared
+        step has been launched and has drawn its tokens, before the next step is
+        launched. Not called if the prepared step has failed."""
 
 
 @runtime_checkable
@@ -72,9 +73,9 @@ class KVDrafter(Drafter, Protocol):
 
     Attributes:
         drafted_blocks: which blocks have draft KV, and of which tokens.
-        catch_up_token_s: seconds in which this engine computes the draft KV of a token
-            that has only KV of the engine's model, for example of a pulled prompt; 0
-            until measured, infinity if that is impossible.
+        catch_up_token_s: seconds to compute the draft KV of one token that has only KV
+            of the engine's model, such as a token of a pulled prompt; 0 until measured,
+            infinity if the drafter cannot compute it.
     """
 
     drafted_blocks: DraftedBlocks

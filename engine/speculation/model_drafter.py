@@ -10,9 +10,9 @@ One round proposes tokens for all given sequences:
 1. One step computes the tokens without draft KV. Usually these are the last one or two
    tokens of each sequence. The tokens of long prompts are computed in pieces; see
    catch_up.py. A sequence gets no proposals before its draft KV is complete.
-2. Each further step computes the token that the step before has drawn, which is still
+2. Each further step computes the token that the previous step has drawn, which is still
    on the device.
-3. The draws of a step are read back while the next step runs.
+3. The draws of a step are copied to the host while the next step runs.
 """
 
 import time
@@ -34,16 +34,16 @@ class DraftLimits:
     """The limits of a draft model's steps.
 
     Attributes:
-        sizes: the blocks of its pool.
+        sizes: the sizes of the draft model's pool, in blocks.
         groups: the KV groups of the engine's model.
         max_proposals: the largest number of tokens to propose for a sequence.
         max_len: the largest number of tokens of a sequence.
         max_step_tokens: the largest number of tokens of a step.
         max_graph_rows: sequences of the largest step that runs as a CUDA graph; 0 if no
             step does.
-        vocab_size: of the draft model.
-        target_vocab_size: of the engine's model.
-        max_catch_up_s: target duration of the tokens that a round computes of prompts.
+        vocab_size: vocabulary size of the draft model.
+        target_vocab_size: vocabulary size of the engine's model.
+        max_catch_up_s: target duration for the prompt tokens that one round computes.
     """
 
     sizes: DraftPoolSizes
@@ -77,14 +77,14 @@ class ModelDrafter:
         self._limits = limits
         self._clock = clock
         self._block_size = limits.sizes.tokens_per_block
-        # The most tokens without draft KV of a sequence that took part in the last
-        # round: its last token then, whose draft KV may be in a scratch block, the
-        # accepted proposals, and the token drawn after them.
+        # Largest number of tokens without draft KV of a sequence that took part in the
+        # last round. These are the accepted proposals, the token before them, whose
+        # draft KV may be in a scratch block, and the token that was drawn after them.
         self._max_usual = limits.max_proposals + 2
         self.drafted_blocks = DraftedBlocks(self._block_size, limits.groups)
         self._budget = CatchUpBudget(limits.max_catch_up_s, limits.max_step_tokens)
-        # For each sequence of the last round, the number of its tokens, and the
-        # proposals after them that have draft KV in its blocks.
+        # For each sequence of the last round: the number of its tokens in that round,
+        # and the proposals that have draft KV in the sequence's blocks.
         self._speculated: dict[Sequence, tuple[int, list[int]]] = {}
 
     @property
@@ -124,8 +124,8 @@ class ModelDrafter:
         )
 
     def _accept(self, sequence: Sequence) -> None:
-        """Counts the proposals of the last round that have draft KV and that have
-        become tokens of the sequence."""
+        """Adds to `sequence.num_drafted` the proposals of the last round that have
+        draft KV and have become tokens of the sequence."""
         start, proposals = self._speculated.get(sequence, (0, []))
         if start != sequence.num_drafted:
             return  # the sequence has lost its blocks
@@ -152,8 +152,8 @@ class ModelDrafter:
                 self._limit_to_blocks(stream, num_scratch)
                 num_scratch += 1
             blocks = self._written_blocks(stream)
-            # If another sequence computes the same shared block, its draft KV can be
-            # used in the next round.
+            # If another sequence of this round computes the same shared block, this
+            # sequence waits. It can use that draft KV in the next round.
             is_shared = not written.isdisjoint(blocks)
             if is_shared or not self._can_compute(stream):
                 continue
@@ -166,13 +166,14 @@ class ModelDrafter:
         return sorted(planned, key=lambda stream: stream.num_tokens)
 
     def _needs_scratch(self, stream: DraftStream) -> bool:
-        """Whether the round writes draft KV after the blocks of a complete stream."""
+        """Whether the round writes draft KV beyond the blocks of a complete stream."""
         stop = len(stream.sequence.token_ids) + stream.limit - 1
         return stop > len(stream.blocks) * self._block_size
 
     def _limit_to_blocks(self, stream: DraftStream, num_scratch: int) -> None:
-        """Gives a stream scratch blocks. If `num_scratch` streams have all of them,
-        limits its proposals to those that fit into its own blocks."""
+        """Gives a stream scratch blocks. If `num_scratch` streams already have all
+        scratch blocks, limits the proposals of this stream to those that fit into its
+        own blocks."""
         if num_scratch < self._limits.sizes.max_scratch_seqs:
             stream.scratch = num_scratch
             return
@@ -214,7 +215,7 @@ class ModelDrafter:
                 is_usual = True  # later steps compute no missing tokens
 
     def _record(self, stream: DraftStream) -> None:
-        """Records which tokens of a stream have got draft KV in its blocks."""
+        """Records which tokens of a stream now have draft KV in its blocks."""
         sequence = stream.sequence
         num_in_blocks = len(stream.blocks) * self._block_size
         computed = min(stream.start + stream.num_tokens, num_in_blocks)
@@ -227,7 +228,8 @@ class ModelDrafter:
             self._speculated[sequence] = (num_tokens, stream.proposals[:stop])
 
     def _usable(self, proposals: list[int]) -> list[int]:
-        """The proposals before the first that the engine's model does not have."""
+        """The proposals before the first token that the engine's model does not
+        have."""
         for index, token_id in enumerate(proposals):
             if token_id >= self._limits.target_vocab_size:
                 return proposals[:index]

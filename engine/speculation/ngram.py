@@ -1,13 +1,14 @@
-"""Drafters that copy: they propose what followed the last tokens of a sequence before.
+"""Drafters that copy: they find an earlier occurrence of a sequence's last tokens, and
+propose the tokens that follow it.
 
 NgramDrafter searches in the sequence itself, its prompt and its outputs (prompt lookup,
 Saxena 2023). PredictionDrafter searches in the text that the client expects
 (`prediction` of the OpenAI API). Neither needs weights.
 
-A longer match is a better guess: over edits of source files, the next token is right in
-46 % of the matches of three tokens, 69 % of eight and 95 % of eleven. So a proposal has
-at most as many tokens as its match. This halves the number of rejected tokens, and
-costs 1 % more steps.
+A longer match is a better guess: in edits of source files, the next token is right in
+46 % of the matches of three tokens, in 69 % of those of eight, and in 95 % of those of
+eleven. So at most as many tokens are proposed as the match has. This limit halves the
+number of rejected tokens, and costs 1 % more steps.
 """
 
 from abc import ABC, abstractmethod
@@ -25,15 +26,16 @@ from engine.speculation.ngram_index import (
     longest_match,
 )
 
-# A call begins no new index after it has indexed this many tokens. So it takes 5 ms at
-# most.
+# A call of `propose` begins no new index after it has indexed this many tokens. So the
+# call takes 5 ms at most.
 MAX_INDEXED_PER_CALL: Final = 32_768
-# Outputs that are indexed one by one. After this many, all tokens are sorted, because
-# an entry of the sorted array takes 8 bytes, and one of the dictionary about 200.
+# Maximum number of outputs that are indexed by a dictionary. With more outputs, all
+# tokens are sorted again. An entry of the sorted array takes 8 bytes, and an entry of
+# the dictionary about 200 bytes.
 MAX_UNSORTED_TOKENS: Final = 8_192
 # Until an output matches the prediction, the beginning of the prediction is proposed
-# after each of the first outputs, up to this many. An answer may begin with a few words
-# or a code fence.
+# after each of the first outputs, up to this many. Before the predicted text, an answer
+# may have a few words or a code fence.
 MAX_LEAD_OUTPUTS: Final = 16
 
 
@@ -43,9 +45,9 @@ _Index = TypeVar("_Index", NgramHistory, SortedNgrams)
 class _IndexTable(Generic[_Index]):
     """The indexes of sequences.
 
-    Those of finished sequences are dropped when an index is added, and when a call has
-    fewer sequences than there are indexes. So there are never more indexes than
-    sequences that ran at the same time, and few of them outlive their sequences.
+    The indexes of finished sequences are dropped when an index is added, and when a
+    call has fewer sequences than there are indexes. So there are never more indexes
+    than sequences that ran at the same time, and few indexes outlive their sequences.
     """
 
     def __init__(self) -> None:
@@ -68,7 +70,8 @@ class _IndexTable(Generic[_Index]):
         }
 
     def may_index(self, num_tokens: int) -> bool:
-        """Whether the current call may make an index of this many tokens."""
+        """Whether the current call may make an index of `num_tokens` tokens. If so,
+        counts these tokens."""
         if self._num_indexed >= MAX_INDEXED_PER_CALL:
             return False
         self._num_indexed += num_tokens
@@ -84,7 +87,7 @@ class _IndexTable(Generic[_Index]):
 
 
 class _CopyingDrafter(ABC, Generic[_Index]):
-    """Proposes tokens that follow a match, with an index of each sequence."""
+    """Proposes the tokens that follow a match. Keeps an index for each sequence."""
 
     name: str
     uses_device = False
@@ -115,8 +118,8 @@ class _CopyingDrafter(ABC, Generic[_Index]):
 
 
 class NgramDrafter(_CopyingDrafter[NgramHistory]):
-    """Proposes what followed the latest occurrence of the longest suffix of a
-    sequence."""
+    """Proposes the tokens after the longest earlier match of the end of a sequence;
+    after the latest of equally long matches."""
 
     name = "ngram"
 
@@ -141,13 +144,15 @@ class NgramDrafter(_CopyingDrafter[NgramHistory]):
     def _copy(self, sequence: Sequence, match: Match, limit: int) -> list[int]:
         limit = min(limit, match.num_tokens)
         copied = sequence.token_ids[match.end : match.end + limit]
-        # If the occurrence overlaps with the last tokens, these repeat themselves.
+        # Fewer than `limit` tokens follow an occurrence only if it overlaps the end of
+        # the sequence. The text then repeats these tokens, and so does the proposal.
         num_repetitions = -(-limit // len(copied))
         return (copied * num_repetitions)[:limit]
 
 
 class PredictionDrafter(_CopyingDrafter[SortedNgrams]):
-    """Proposes what follows the last outputs in the prediction of the request."""
+    """Proposes the tokens that follow the last outputs in the prediction of the
+    request."""
 
     name = "prediction"
 
@@ -174,7 +179,7 @@ class PredictionDrafter(_CopyingDrafter[SortedNgrams]):
         self, sequence: Sequence, prediction: list[int]
     ) -> SortedNgrams | None:
         """Adds and returns the index of a sequence, which all choices of a request
-        share. None if this call may not index so many tokens."""
+        share. Returns None if this call may not index more tokens."""
         indexes = (self._indexes.get(choice) for choice in sequence.choices)
         ngrams = next((index for index in indexes if index is not None), None)
         if ngrams is None:
@@ -185,15 +190,15 @@ class PredictionDrafter(_CopyingDrafter[SortedNgrams]):
         return ngrams
 
     def _copy(self, sequence: Sequence, match: Match, limit: int) -> list[int]:
-        # A short match gets as many tokens as the next search needs.
+        # After a short match, still propose as many tokens as the next search needs.
         limit = min(limit, max(match.num_tokens, NGRAM_TOKENS))
         return sequence.request.prediction[match.end : match.end + limit]
 
 
 def _match_beginning(prediction: list[int], outputs: list[int]) -> Match | None:
-    """Returns the match of the last outputs with the first tokens of the prediction,
-    fewer than NGRAM_TOKENS. If the answer has not come to the prediction yet, that is a
-    match of no token."""
+    """Returns the match of the last outputs with the first tokens of the prediction, of
+    fewer than NGRAM_TOKENS tokens. If the outputs do not contain the first token of the
+    prediction yet, returns a match of 0 tokens. Otherwise returns None."""
     for num_tokens in range(NGRAM_TOKENS - 1, 0, -1):
         if outputs[-num_tokens:] == prediction[:num_tokens]:
             return Match(num_tokens, num_tokens)

@@ -1,14 +1,13 @@
 """Finds earlier occurrences of the last tokens of a text, in a time that hardly depends
 on the length of the text.
 
-Tokens that are there from the beginning (a prompt, a prediction) are in a sorted array
-of their n-grams, which costs about 30 ns per token, while a dictionary costs 200 to 500
-ns. Tokens that come later are in a dictionary.
+The initial tokens (a prompt, a prediction) are indexed by a sorted array of their
+n-grams, which takes about 30 ns per token to build. A dictionary would take 200 to 500
+ns per token. Tokens that are appended later are indexed by a dictionary.
 
-A search takes the occurrence that agrees with the end of the text for the largest
-number of tokens. How long it agrees matters: over edits of 80 source files with 8
-proposals a step, the longest of 16 occurrences gives 7.4 tokens a step, and the latest
-occurrence 5.7.
+A search returns the longest match: the occurrence that equals the end of the text in
+the most tokens. In edits of 80 source files with 8 proposals per step, the longest of
+16 matches gives 7.4 tokens per step. The latest match gives only 5.7 tokens per step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,28 +17,33 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-# A shorter match is mostly a coincidence. In prose that repeats nothing, 74 % of the
-# matches of two tokens are followed by another token than expected. Requiring four
-# tokens would cost one more step after each place where a repetition differs.
+# Smallest number of tokens of a match. Shorter matches are mostly coincidences: in
+# prose without repetitions, 74 % of the matches of two tokens lead to a wrong proposal.
+# A minimum of four tokens would cost one more step after each place where a repetition
+# differs from the original.
 NGRAM_TOKENS: Final = 3
-# Longer matches are not compared, because the difference no longer predicts anything.
+# Matches are compared up to this number of tokens. Longer matches are no better
+# predictions.
 MAX_MATCH_TOKENS: Final = 32
-# Occurrences of an n-gram that a search compares. With 64, edits need 1 % fewer steps.
+# Maximum number of occurrences of an n-gram that a search compares. With 64
+# occurrences, edits would need only 1 % fewer steps.
 MAX_CANDIDATES: Final = 16
 _POSITION_BITS: Final = 17
-# Of a longer text, only the last tokens are searched. Sorting this many takes 4 ms.
+# In a longer text, only the last MAX_SORTED_TOKENS tokens are sorted and searched.
+# Sorting them takes 4 ms.
 MAX_SORTED_TOKENS: Final = 2**_POSITION_BITS
 _MAX_POSITION: Final = MAX_SORTED_TOKENS - 1
 
 _KEY_MASK: Final = 2 ** (63 - _POSITION_BITS) - 1
-_KEY_FACTOR: Final = 1_000_003  # prime, and above the number of tokens of a vocabulary
+_KEY_FACTOR: Final = 1_000_003  # prime, and larger than any vocabulary
 
 _Ints = TypeVar("_Ints", int, NDArray[np.int64])
 
 
 def _key(first: _Ints, second: _Ints, third: _Ints) -> _Ints:
-    """Returns a hash of an n-gram of NGRAM_TOKENS tokens; of arrays, one for each
-    position. Numbers that overflow int64 have the right last bits, too."""
+    """Returns a hash of an n-gram of NGRAM_TOKENS tokens. For arrays, returns one hash
+    for each position. An overflow of int64 is harmless, because the low bits remain
+    correct and only these are used."""
     return ((first * _KEY_FACTOR + second) * _KEY_FACTOR + third) & _KEY_MASK
 
 
@@ -60,7 +64,7 @@ class Match(NamedTuple):
 
     Attributes:
         end: the index of the token that follows the occurrence.
-        num_tokens: how many tokens agree, at most MAX_MATCH_TOKENS.
+        num_tokens: number of tokens that are equal, at most MAX_MATCH_TOKENS.
     """
 
     end: int
@@ -70,11 +74,12 @@ class Match(NamedTuple):
 def longest_match(
     tokens: Sequence[int], ends: Iterator[int], suffix: Sequence[int]
 ) -> Match | None:
-    """Returns the occurrence that equals the longest end of `suffix`, and of equally
-    long ones the first. None if fewer than NGRAM_TOKENS tokens agree.
+    """Returns the occurrence that equals the end of `suffix` in the most tokens. Among
+    equally long matches, returns the first one in `ends`. Returns None if all matches
+    have fewer than NGRAM_TOKENS tokens.
 
-    Because the tokens themselves are compared, a hash collision, or an index
-    of other tokens, never leads to a wrong match.
+    The tokens themselves are compared, so neither a hash collision nor an index of
+    different tokens leads to a wrong match.
 
     Args:
         ends: the index of the token after each occurrence in `tokens`.
@@ -102,10 +107,10 @@ def _num_equal(tokens: Sequence[int], end: int, suffix: Sequence[int]) -> int:
 
 
 class SortedNgrams:
-    """The n-grams of tokens that do not change. Only the last MAX_SORTED_TOKENS count.
+    """The n-grams of the last MAX_SORTED_TOKENS tokens of a text that does not change.
 
     Attributes:
-        end: how many tokens there are.
+        end: the number of tokens of the text.
     """
 
     def __init__(self, tokens: Sequence[int], end: int) -> None:
@@ -119,8 +124,8 @@ class SortedNgrams:
         self._entries = np.sort(keys << _POSITION_BITS | positions)
 
     def ends(self, key: int) -> Iterator[int]:
-        """Yields the index of the token after each occurrence of an n-gram, from the
-        latest to the first, at most MAX_CANDIDATES."""
+        """Yields the index of the token after each occurrence of the n-gram with this
+        key, from the latest to the first, for at most MAX_CANDIDATES occurrences."""
         largest = np.int64(key << _POSITION_BITS | _MAX_POSITION)
         stop = int(self._entries.searchsorted(largest, side="right"))
         start = max(0, stop - MAX_CANDIDATES)
@@ -139,10 +144,10 @@ class GrowingNgrams:
 
     def __init__(self, end: int) -> None:
         self._start = end
-        # The index of the token after the latest occurrence, by key.
+        # The index of the token after the latest occurrence of each n-gram, by key.
         self._latest: dict[int, int] = {}
-        # For each token from `_start` on, the index of the token after the occurrence
-        # before; -1 if there is none.
+        # For each token from `_start` on: the index of the token after the previous
+        # occurrence of the n-gram that ends with this token; -1 if there is none.
         self._previous: list[int] = []
 
     @property
@@ -157,8 +162,8 @@ class GrowingNgrams:
             self._latest[key] = next_end
 
     def ends(self, key: int) -> Iterator[int]:
-        """Yields the index of the token after each occurrence of an n-gram, from the
-        latest to the first."""
+        """Yields the index of the token after each occurrence of the n-gram with this
+        key, from the latest to the first."""
         end = self._latest.get(key, -1)
         while end >= 0:
             yield end
@@ -183,10 +188,11 @@ class NgramHistory:
         return self._growing.end - self._sorted.end
 
     def is_of(self, tokens: Sequence[int], end: int) -> bool:
-        """Whether the indexed tokens are still there, before the index `end`.
+        """Whether `tokens` begins with the indexed tokens, before the index `end`.
 
-        Compares only the last n-gram, because the engine replaces no token but the last
-        one, which is not indexed. If it replaced others, matches would be missed.
+        Compares only the last n-gram, because the engine replaces only the last token
+        of a sequence, which is not indexed. If the engine replaced other tokens, the
+        only harm would be missed matches.
         """
         if self.end > end:
             return False
@@ -199,7 +205,8 @@ class NgramHistory:
             self._last_ngram = _last_ngram(tokens, end)
 
     def find(self, tokens: Sequence[int]) -> Match | None:
-        """Returns the longest indexed occurrence of the last tokens."""
+        """Returns the longest match of the last tokens among the indexed tokens; None
+        if there is no match."""
         key = last_key(tokens, len(tokens))
         ends = chain(self._growing.ends(key), self._sorted.ends(key))
         return longest_match(tokens, ends, tokens[-MAX_MATCH_TOKENS:])

@@ -6,10 +6,11 @@ A sequence with k proposals and acceptance rate a has 1 + a + ... + a^k expected
 
 Expectations may be wrong: acceptance changes, and durations are noisy. An account for
 each number of streams therefore bounds what speculation can lose (`_Batch.credit`).
-While it is overdrawn, nothing is proposed. While speculation does not pay, the account
-also pays for probes, which notice when it would pay again.
+While an account is overdrawn, nothing is proposed. While speculation does not pay off,
+the account pays for probes: occasional proposals that show when speculation pays off
+again.
 
-Nothing here reads a clock. All decisions follow from what is recorded.
+This module reads no clock. All decisions depend only on the recorded steps.
 """
 
 from collections.abc import Sequence
@@ -19,38 +20,41 @@ import numpy as np
 
 from engine.speculation.batch_times import NUMBERS, BatchTimes, Floats, Ints, rounded_up
 
-# The smallest expected gain, as a share of the tokens per second. Less is not worth the
-# uncertainty of the measurements.
+# The smallest expected gain for which tokens are proposed, as a share of the tokens per
+# second. A smaller gain is not worth the uncertainty of the measurements.
 MIN_GAIN: Final = 0.03
 # The share of the time in decode steps that speculation may lose: half of the 2 % that
 # users are promised. The other half is for errors of the measured durations.
 MAX_LOSS: Final = 0.01
-# The first credit of an account, in steps without proposals. It suffices for one
+# The initial credit of an account, in steps without proposals. It suffices for one
 # proposal for a single stream, which may double the duration of a step.
 START_CREDIT_STEPS: Final = 1.0
-# The largest credit, in steps without proposals: what MAX_LOSS gives in 1,000 steps. So
-# earlier gains do not pay for a long loss.
+# The largest credit, in steps without proposals: the credit that MAX_LOSS adds in 1,000
+# steps. The limit keeps earlier gains from paying for a long loss.
 MAX_CREDIT_STEPS: Final = 1_000 * MAX_LOSS
-# One of this many steps may be an experiment. While speculation does not pay, that is a
-# probe, which sees a better drafter after few steps. While speculation pays, the step
-# has more proposals than were measured before, because they may take less time than
+# One of this many steps may be an experiment. While speculation does not pay off, the
+# experiment is a probe, so that an improvement of the drafter is noticed after few
+# steps. While speculation pays off, the experiment has the largest possible number of
+# proposals if that number was not measured yet, because it may take less time than
 # expected.
 PROBE_INTERVAL: Final = 8
-# Proposals per sequence in a probe. More say little while the first ones are rejected.
+# Proposals per sequence in a probe. More proposals would show little while the first
+# ones are rejected.
 PROBE_PROPOSALS: Final = 4
-# The share of the credit that a probe may cost. If it costs more than expected, it
+# The share of the credit that a probe may cost. A probe that costs more than expected
 # should not overdraw the account.
 _PROBE_SHARE: Final = 0.5
 # The acceptance rate of a drafter whose proposals were never verified: neither good nor
 # bad, so that the first outcomes decide.
 _INITIAL_RATE: Final = 0.5
-# The outcomes that the first value of a rate counts as. After one outcome, it changes
-# by at most a fifth.
+# The first value of a rate counts as this many outcomes. So the first recorded outcome
+# changes the rate by at most a fifth.
 _PRIOR_OUTCOMES: Final = 4
 
 
 class AcceptanceRate:
-    """The probability that the next proposal is accepted, if those before it were.
+    """The estimated probability that a proposal is accepted if all proposals before it
+    in the same step are accepted.
 
     Args:
         value: the rate before the first outcome, such as the average of the drafter.
@@ -76,7 +80,8 @@ class AcceptanceRate:
 
 
 class SpeculationPolicy:
-    """Chooses the numbers of proposals, and learns from the steps that follow."""
+    """Chooses the number of proposals for each sequence, and learns from finished
+    steps."""
 
     def __init__(self) -> None:
         self._batches: dict[int, _Batch] = {}  # by rounded number of streams
@@ -93,8 +98,8 @@ class SpeculationPolicy:
 
         Args:
             rates: the acceptance rates of the sequences.
-            lengths: how many tokens are proposed for each sequence, or may be.
-            num_streams: all sequences that decode in the step.
+            lengths: for each sequence, how many tokens are proposed or may be proposed.
+            num_streams: the number of sequences that decode in the step.
         """
         nothing = [0] * len(lengths)
         batch = self._batch_with_credit(num_streams)
@@ -120,20 +125,21 @@ class SpeculationPolicy:
     def may_propose(
         self, rates: Sequence[float], max_lengths: Sequence[int], num_streams: int
     ) -> bool:
-        """Whether `limits` may allow any proposals. If not, searching for proposals
+        """Whether `limits` may allow any proposals. If False, searching for proposals
         would be a waste of time. Changes nothing.
 
         Args:
             rates: the acceptance rates of the sequences.
             max_lengths: the largest number of tokens to propose for each sequence.
-            num_streams: all sequences that decode in the step.
+            num_streams: the number of sequences that decode in the step.
         """
         batch = self._batch_with_credit(num_streams)
         if batch is None or not any(max_lengths):
             return False
         if self._may_probe:
             return True
-        # If nothing pays with all these proposals, nothing pays with some of them.
+        # If no number of proposals pays off with these lengths, none pays off with
+        # shorter ones.
         gains, _ = _sorted_gains(rates, max_lengths)
         tokens = 1 + np.cumsum(gains) / num_streams
         return self._best_index(batch.times, tokens) is not None
@@ -150,15 +156,15 @@ class SpeculationPolicy:
         """Records a finished step.
 
         Args:
-            num_streams: the sequences that decode in the step.
-            num_rows: the number of streams and proposals.
+            num_streams: the number of sequences that decode in the step.
+            num_rows: the number of streams plus the number of proposals.
             num_tokens: the tokens that the streams have drawn and kept.
             seconds: the duration of the step, including the time to propose. None if
-                the step also computed prompts: its duration is then no measurement, and
-                the time of its proposals is estimated from other steps.
-            is_delayed: whether the step was launched later than without speculation.
-                The time by which it exceeds a plain step then counts as lost, also if
-                nothing was proposed.
+                the step also computed prompts. The time of its proposals is then
+                estimated from other steps.
+            is_delayed: whether speculation delayed the launch of the step. The time by
+                which the step exceeds a plain step (one without proposals) then counts
+                as lost, even if nothing was proposed.
         """
         if num_streams == 0:
             self._num_steps += 1
@@ -166,9 +172,9 @@ class SpeculationPolicy:
         size = rounded_up(num_streams)
         batch = self._batches.setdefault(size, _Batch(num_streams))
         num_proposals = num_rows - num_streams
-        # A step with proposals is not launched ahead, nor is the step after it. So that
-        # step is no measurement of plain steps: the time by which it exceeds a plain
-        # step counts as lost.
+        # Neither a step with proposals nor the step after it is launched ahead. So the
+        # step after it is not measured as a plain step. Instead, the time by which it
+        # exceeds a plain step counts as lost.
         follows_speculation = self._last_speculation == self._num_steps - 1
         if num_proposals:
             self._last_speculation = self._num_steps
@@ -187,7 +193,8 @@ class SpeculationPolicy:
 
     def _batch_with_credit(self, num_streams: int) -> "_Batch | None":
         """The measurements for a number of streams. None if the next step must have no
-        proposals: its durations are unknown, or too much time was lost."""
+        proposals, because a plain step must be measured, or because too much time was
+        lost."""
         batch = self._batches.get(rounded_up(num_streams))
         if batch is None or batch.credit < 0:
             return None
@@ -203,7 +210,8 @@ class SpeculationPolicy:
 
     def _best_index(self, times: BatchTimes, tokens: Floats) -> int | None:
         """Returns the index in NUMBERS of the number of proposals with the most tokens
-        per second. None if that is not MIN_GAIN more than without proposals.
+        per second. None if no number gains at least MIN_GAIN over steps without
+        proposals.
 
         Args:
             tokens: the expected tokens of a stream in a step with 1, 2, ... proposals.
@@ -215,13 +223,14 @@ class SpeculationPolicy:
         if not is_gain.any():
             return None
         speeds = np.where(is_gain, tokens / estimates.optimistic[: len(numbers)], 0)
-        # On the way to a promising number of proposals, smaller ones are measured.
+        # A promising number that is much larger than all measured numbers is approached
+        # in several steps, which measure smaller numbers.
         largest = len(_numbers_up_to(times.max_proposals)) - 1
         return min(int(np.argmax(speeds)), largest)
 
     def _probe(self, batch: "_Batch", lengths: Sequence[int]) -> list[int]:
-        """Returns limits for as many sequences as the credit allows. Each probe starts
-        at another sequence."""
+        """Returns the limits of a probe: proposals for as many sequences as the credit
+        allows. Each probe starts with a different sequence."""
         limits = [0] * len(lengths)
         num_probed = sum(min(length, PROBE_PROPOSALS) for length in lengths)
         numbers = _numbers_up_to(min(num_probed, batch.times.max_proposals))
@@ -237,15 +246,15 @@ class SpeculationPolicy:
 
 
 class _Batch:
-    """The steps that all have the same number of streams.
+    """The steps with one rounded number of streams.
 
     Attributes:
         times: the durations of these steps.
         credit: the time that speculation may still lose, in steps without proposals.
-            Each step adds MAX_LOSS. A step with proposals adds the steps that its
-            tokens would have taken without, less the time that it took. Nothing is
-            proposed while it is negative. So in any n steps, speculation loses at most
-            MAX_CREDIT_STEPS + MAX_LOSS * n, and what one step loses.
+            Each step adds MAX_LOSS. A step with proposals also adds the time that its
+            tokens would have taken without proposals, minus its own duration. Nothing
+            is proposed while the credit is negative. So in any n steps, speculation
+            loses at most MAX_CREDIT_STEPS + MAX_LOSS * n, plus the loss of one step.
     """
 
     def __init__(self, num_streams: int) -> None:
@@ -259,10 +268,11 @@ class _Batch:
         seconds: float | None,
         step: int,
     ) -> None:
-        """Records a step with proposals, or a step that was delayed for proposals.
+        """Adds the gain or loss of a step to the credit. The step had proposals, or
+        speculation delayed it.
 
         Args:
-            seconds: the duration of the step; None if it is no measurement.
+            seconds: the duration of the step; None if the step also computed prompts.
         """
         plain_s = self.times.plain_s
         if plain_s is None:
@@ -278,15 +288,15 @@ class _Batch:
 
 
 def _numbers_up_to(maximum: int) -> Ints:
-    """Returns the numbers of proposals to consider, ascending."""
+    """Returns the elements of NUMBERS that are at most `maximum`, ascending."""
     return NUMBERS[: np.searchsorted(NUMBERS, maximum, side="right")]
 
 
 def _sorted_gains(
     rates: Sequence[float], lengths: Sequence[int]
 ) -> tuple[Floats, Ints]:
-    """Returns the expected tokens that each proposal adds, descending, and the index of
-    the sequence of each."""
+    """Returns the expected number of tokens that each proposal adds, descending, and
+    the index of the sequence of each proposal."""
     powers = np.arange(1, max(lengths) + 1)
     gains = np.power.outer(np.array(rates), powers)
     is_proposed = powers <= np.array(lengths)[:, np.newaxis]

@@ -1,4 +1,5 @@
-"""Runs the steps of a round of a drafter, which draw one proposal after the other."""
+"""Runs the steps of a drafter's round. Each step draws the next proposal of each
+stream."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from engine.speculation.states.state_rounds import DraftRows, StateRound
 def run_round(
     executor: Executor, draft_round: DraftRound | StateRound, first_step: StepInput
 ) -> Iterator[None]:
-    """Runs the steps of a round, and stores the draws as proposals. Yields after each
-    step whose draws are stored.
+    """Runs the steps of a round, and stores the draws as proposals. Yields each time
+    the draws of a step have been stored.
 
-    Steps are launched ahead as far as the executor allows: a step reads the draws of
-    the step before on the device.
+    Steps are launched ahead as far as the executor allows, because a step reads the
+    draws of the previous step on the device.
     """
     launched: deque[
         tuple[PendingStep, dict[DraftStream, int] | dict[DraftRows, int]]

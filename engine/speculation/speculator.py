@@ -1,12 +1,12 @@
-"""Decides what is proposed to the sequences that decode, and counts what was right.
+"""Sets the proposals of decoding sequences, and counts the accepted ones.
 
 Before each plan, drafters propose tokens, and the policy limits how many of them are
-verified. The results of verifications teach the policy how often proposals are right,
-and what a step with them takes.
+verified. From the results of verifications, the policy learns how often proposals are
+accepted, and how long steps with proposals take.
 
-A step that follows a verification is planned only when the verification has ended,
-because how many tokens each sequence keeps is not known before. Steps without proposals
-are launched ahead as usual.
+The step after a verification is planned only when the verification has ended, because
+only its result shows how many tokens each sequence keeps. Steps without proposals are
+launched ahead as usual.
 """
 
 import logging
@@ -25,7 +25,7 @@ from protocol.settings.speculation import MAX_PROPOSALS
 
 logger = logging.getLogger("baton.engine")
 
-_AVERAGE_WINDOW = 256  # outcomes that count in the average rate of a drafter
+_AVERAGE_WINDOW = 256  # latest outcomes that count in a drafter's average rate
 
 
 class Speculator:
@@ -33,8 +33,8 @@ class Speculator:
 
     Args:
         limits: the limits of steps and sequences.
-        drafters: in order of preference. The proposals for a sequence come from the
-            first drafter that has any.
+        drafters: the drafters, in order of preference. The proposals for a sequence
+            come from the first drafter that has any.
         max_proposals: largest number of proposals for one sequence in one step.
     """
 
@@ -48,7 +48,7 @@ class Speculator:
         self._limits = limits
         self._drafters = list(drafters)
         self._readers = [d for d in drafters if isinstance(d, StateReadingDrafter)]
-        self._dormancy = Dormancy()  # of all readers
+        self._dormancy = Dormancy()  # shared by all of self._readers
         self._max_proposals = max_proposals
         self._policy = policy or SpeculationPolicy()
         self._averages = {
@@ -61,8 +61,9 @@ class Speculator:
         self._has_delayed = False
 
     def needs_results(self, running: Sequenceable[Sequence]) -> bool:
-        """Whether the results of launched steps must be known before the next plan: of
-        a verification, or because proposals may follow the awaited tokens."""
+        """Whether the results of launched steps must be known before the next plan.
+        True if a verification has not ended, or if a drafter may have proposals that
+        follow the awaited tokens."""
         if not self._drafters:
             return False
         decoding = [s for s in running if s.is_decoding and s.num_awaited]
@@ -77,16 +78,17 @@ class Speculator:
         return [drafter for drafter in self._drafters if drafter not in sleepers]
 
     def take_delay(self) -> bool:
-        """Whether the next step is launched later than without speculation: after the
-        results of the step before, or after the work of a drafter on the device. Later
-        calls return False."""
+        """Whether speculation delays the launch of the next step: the launch had to
+        wait for the results of the previous step, or for a drafter on the device.
+        Resets the value, so that the next call returns False."""
         has_delayed = self._has_delayed
         self._has_delayed = False
         return has_delayed
 
     def _may_propose(self, drafter: Drafter, decoding: list[Sequence]) -> bool:
-        """Whether a drafter may have proposals for sequences in an unfinished step. A
-        drafter that uses the device is not called: it needs the awaited tokens."""
+        """Whether a drafter may have proposals for sequences in an unfinished step. For
+        a drafter that uses the device, only the policy decides, because such a drafter
+        cannot propose before the awaited tokens are known."""
         max_lengths = [self._num_that_fit(sequence) for sequence in decoding]
         if drafter.uses_device:
             rates = [self._rate(sequence, drafter.name).value for sequence in decoding]
@@ -109,8 +111,8 @@ class Speculator:
             elif not sequence.num_launched:
                 candidates.append(sequence)
         proposals = self._proposals(candidates, num_decoding)
-        # The buffers of the ranks have a limited number of rows for proposals. And
-        # proposals must not take the place of another decoding sequence's own token.
+        # The buffers of the ranks have a limited number of rows for proposals. And the
+        # token limit of a step must leave one token for each decoding sequence.
         num_left = min(
             self._limits.max_proposals,
             self._limits.max_num_batched_tokens - num_decoding,
@@ -156,7 +158,7 @@ class Speculator:
         num_streams: int,
     ) -> list[list[int]]:
         """Returns the proposals of one drafter, as many as the policy allows. Turns off
-        a drafter that raises."""
+        the drafter if it raises an exception."""
         rates = [self._rate(sequence, drafter.name).value for sequence in sequences]
         try:
             if drafter.uses_device:
@@ -176,7 +178,8 @@ class Speculator:
         return [tokens[:limit] for tokens, limit in zip(proposals, limits, strict=True)]
 
     def _turn_off(self, drafter: Drafter) -> None:
-        """Stops using a drafter. Called while its exception is handled."""
+        """Stops using a drafter. Called in the handler of an exception that the drafter
+        raised."""
         logger.exception(
             "The drafter %r failed. It is not used any more; requests continue "
             "without its proposals.",
@@ -186,7 +189,8 @@ class Speculator:
         self._readers = [other for other in self._readers if other is not drafter]
 
     def prepare(self, scheduled: Sequenceable[Scheduled], step: StepInput) -> StepInput:
-        """Returns a step that also stores the hidden states that drafters need."""
+        """Returns `step`, extended to also store the hidden states that drafters
+        need."""
         for drafter in list(self._readers):
             try:
                 step = drafter.prepare(
@@ -197,7 +201,8 @@ class Speculator:
         return step
 
     def follow(self) -> list[PendingStep]:
-        """Launches what drafters compute right behind a prepared step."""
+        """Launches and returns the steps of drafters that directly follow a prepared
+        step."""
         launched: list[PendingStep] = []
         for drafter in list(self._readers):
             try:
@@ -209,8 +214,8 @@ class Speculator:
     # -- draft KV of other engines --------------------------------------------------
 
     def num_drafted(self, token_ids: Sequenceable[int], table: list[int]) -> int:
-        """How many of these tokens, from the first one on, have draft KV in the blocks
-        of an engine's block table."""
+        """The number of tokens at the beginning of `token_ids` that have draft KV in
+        the blocks of a block table of the engine."""
         for drafter in self._drafters:
             if isinstance(drafter, KVDrafter):
                 return drafter.drafted_blocks.num_drafted(token_ids, table)
@@ -218,15 +223,16 @@ class Speculator:
 
     @property
     def catch_up_token_s(self) -> float | None:
-        """As in KVDrafter; None without such a drafter."""
+        """See KVDrafter.catch_up_token_s. None if there is no drafter with KV."""
         for drafter in self._drafters:
             if isinstance(drafter, KVDrafter):
                 return drafter.catch_up_token_s
         return None
 
     def begin_pull(self, table: list[int], start: int) -> None:
-        """Forgets which draft KV the blocks of a table have, from token `start` on.
-        Must be called before draft KV of other tokens may be written to them."""
+        """Drops the records of draft KV in the blocks of a table, from the block of
+        token `start` on. Must be called before draft KV of other tokens may be written
+        to these blocks."""
         for drafter in self._drafters:
             if isinstance(drafter, KVDrafter):
                 drafter.drafted_blocks.begin_pull(table, start)
@@ -255,8 +261,8 @@ class Speculator:
         return max(0, min(num_left - 1, self._max_proposals))
 
     def _rate(self, sequence: Sequence, drafter: str) -> AcceptanceRate:
-        """The acceptance rate of a drafter for a sequence. The first value is the
-        average of the drafter."""
+        """The acceptance rate of a drafter for a sequence. It begins with the drafter's
+        average rate."""
         rates = sequence.speculation.rates
         if drafter not in rates:
             rates[drafter] = AcceptanceRate(self._averages[drafter].value)
@@ -282,12 +288,13 @@ class Speculator:
         *,
         is_delayed: bool = False,
     ) -> None:
-        """Records a finished step, after its result was recorded for each sequence.
+        """Records a finished step. Called after `record` for all verifications of the
+        step.
 
         Args:
-            scheduled: what the step computed.
-            cycle_s: seconds from the end of the step before to the end of this one.
-            is_delayed: what `take_delay` returned before the step was launched.
+            scheduled: the tokens that the step computed.
+            cycle_s: seconds from the end of the previous step to the end of this step.
+            is_delayed: the result of `take_delay` before the step was launched.
         """
         num_accepted = self._num_accepted_in_step
         self._num_accepted_in_step = 0
@@ -311,7 +318,7 @@ class Speculator:
         )
 
     def stats(self) -> dict[str, float]:
-        """Values by series (protocol.metrics)."""
+        """Values by metric series (protocol.metrics)."""
         values = self._accepted_lengths.values()
         for name, num_proposed in self._num_proposed.items():
             proposed = stat_key("baton_speculative_proposed_tokens", drafter=name)

@@ -1,1 +1,1 @@
-"""The KV store of a host: KV that outlives engines; the program of `baton kv`."""
+"""The KV store of a host (`baton kv`), which keeps KV when engines end."""

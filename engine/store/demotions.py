@@ -1,12 +1,12 @@
-"""The demotions to a region: KV that engines offer, and that the region pulls.
+"""Demotions: an engine offers KV of its prefix cache to a region, which pulls it.
 
     offered --> WAITING --blocks are free--> RECEIVING --pull done--> published: CACHED
                    |                             `------pull failed-> FREE
                    `--dropped: too many or too long waiting, evicted, or of no use
 
-The lease of the offer is renewed from its arrival on. It ends with the pull, so an
-engine sees how its demotion has ended: the lease is completed if the region has all
-offered tokens, else it is aborted.
+The region renews the lease of an offer until the pull ends. If the region then has all
+offered tokens, it completes the lease, otherwise it aborts the lease. So the engine
+receives the result of the demotion.
 """
 
 from collections import Counter, OrderedDict
@@ -32,9 +32,9 @@ from protocol.process.logging import get_logger
 logger = get_logger(__name__)
 
 MAX_WAITING = 64  # beyond this number of waiting offers, the oldest is dropped
-MAX_ACTIVE = 4  # pulls at the same time
-# An offer that has waited this long is dropped, because the engine cannot use the
-# blocks of the offer otherwise.
+MAX_ACTIVE = 4  # maximum number of concurrent pulls
+# An offer that has waited this long is dropped, because the engine cannot reuse the
+# offered blocks while they are leased.
 MAX_WAIT_S = 5.0
 
 
@@ -43,9 +43,9 @@ class _Demotion:
     """An offer, and the blocks that its pull writes to.
 
     Attributes:
-        stop: number of tokens that the region wants, in full blocks of the region.
+        stop: number of offered tokens that fill whole blocks of the region.
         offered_s: when the offer arrived.
-        start: number of tokens that the region had when the pull began.
+        start: number of these tokens that the region already had when the pull began.
         table: the block table of the tokens, with shared blocks and `fresh_blocks`.
         fresh_blocks: the blocks that the pull writes to.
     """
@@ -68,8 +68,8 @@ class Demotions:
     """The waiting and active demotions of one region. One thread uses this object.
 
     Attributes:
-        outcomes: number of ended demotions, by one of OFFER_OUTCOMES.
-        num_bytes: bytes that were pulled.
+        outcomes: number of ended demotions, by outcome (OFFER_OUTCOMES).
+        num_bytes: total number of pulled bytes.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Demotions:
         self._allocator = allocator
         self._prefix = prefix
         self._coordinator = coordinator
-        # By id of the pull, oldest first. The ids are made here: those of leases come
-        # from engines, which may repeat an offer whose pull has ended.
+        # By pull id, oldest first. This class makes the pull ids: lease ids come from
+        # engines, which may repeat an offer after the offer's pull has ended.
         self._waiting: OrderedDict[str, _Demotion] = OrderedDict()
         self._active: dict[str, _Demotion] = {}
-        # Blocks that READs of an ended pull may still write to, by id of the pull.
+        # Blocks to which READs of an ended pull may still write, by pull id.
         self._undrained: dict[str, list[int]] = {}
         self.outcomes = Counter(dict.fromkeys(OFFER_OUTCOMES, 0))
         self.num_bytes = 0
@@ -99,7 +99,7 @@ class Demotions:
         return len(self._waiting)
 
     def add(self, offer: Demote, now_s: float) -> None:
-        """Takes an offer, and begins to renew its lease."""
+        """Adds an offer, and begins to renew its lease. Drops unusable offers."""
         pull_id = new_id()
         block_size = self._prefix.block_size
         num_tokens = min(offer.remote.num_tokens, len(offer.token_ids))
@@ -132,8 +132,11 @@ class Demotions:
                 return
 
     def _begin(self, pull_id: str, demotion: _Demotion) -> bool:
-        """Begins the pull of a waiting demotion. Returns False if no other demotion
-        should be tried now, because blocks are missing."""
+        """Begins the pull of a waiting demotion, if possible.
+
+        Returns False if too few blocks are free. No other demotion should be tried
+        now in that case.
+        """
         offer = demotion.offer
         prefix = self._prefix
         groups = prefix.groups
@@ -141,9 +144,9 @@ class Demotions:
             offer.token_ids, max_tokens=demotion.stop, salt=offer.cache_salt
         )
         start = len(table) // groups.count * prefix.block_size
-        # Wait for an active pull that brings tokens of this offer, so as not to read
-        # them twice. The engine may offer the next piece of the sequence before this
-        # region has handled the end of the pull of the piece before.
+        # If an active pull reads tokens of this offer, wait for its end, so that no
+        # token is read twice. An engine may offer the next piece of a sequence before
+        # this region has handled the end of the previous piece's pull.
         if any(
             _brings_next_block(active, demotion, start, prefix.block_size)
             for active in self._active.values()
@@ -168,7 +171,7 @@ class Demotions:
         groups.fill_entries(table, entries, demotion.fresh_blocks)
         demotion.table = table
         self._active[pull_id] = self._waiting.pop(pull_id)
-        # If nothing is missing, the pull only completes the lease.
+        # If the region already has all tokens, the pull only completes the lease.
         self._coordinator.pull(
             pull_id,
             offer.remote,
@@ -180,7 +183,7 @@ class Demotions:
         return True
 
     def _ranges(self, demotion: _Demotion) -> list[range]:
-        """For each layer group, the tokens that a demotion pulls."""
+        """Returns, for each layer group, the tokens that a demotion pulls."""
         prefix = self._prefix
         return prefix.groups.token_ranges(
             demotion.start,
@@ -222,8 +225,10 @@ class Demotions:
         self._allocator.release(without_null_blocks(demotion.table))
 
     def _publishable(self, demotion: _Demotion) -> list[int]:
-        """The table of a demotion without the blocks that the pull has filled only in
-        part. Such a block is where a group's window begins."""
+        """Returns the table of a demotion without its partly filled blocks.
+
+        The pull fills only a part of the block in which a group's window begins.
+        """
         groups = self._prefix.groups
         block_size = self._prefix.block_size
         table = list(demotion.table)
@@ -238,7 +243,7 @@ class Demotions:
         is_waiting = self._waiting.pop(pull_id, None) is not None
         demotion = self._active.pop(pull_id, None)
         if not is_waiting and demotion is None:
-            return  # the offer was dropped before
+            return  # the offer was dropped earlier
         logger.info("a demotion failed: %s", event.error.message)
         self.outcomes["failed"] += 1
         if demotion is None:
@@ -278,7 +283,7 @@ def _brings_next_block(
     """Whether an active pull brings the first block that a waiting demotion lacks.
 
     Args:
-        start: number of tokens that the region has of the waiting demotion.
+        start: number of tokens of the waiting demotion that the region already has.
     """
     stop = start + block_size
     return (

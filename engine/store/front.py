@@ -1,4 +1,4 @@
-"""The listener of a store, at which engines open regions."""
+"""The listener of a store. Engines connect to it to open regions."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,8 +20,9 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-MAX_CONNECTIONS = 256  # beyond this number, the oldest unauthenticated one is closed
-# Bound of the bytes that are read from one connection at a time.
+# Beyond this number of connections, the oldest unauthenticated connection is closed.
+MAX_CONNECTIONS = 256
+# Maximum number of bytes that are read from one connection at once.
 _READ_BYTES = 64 << 10
 
 
@@ -30,8 +31,8 @@ class StoreFront:
 
     Args:
         listener: a non-blocking socket that listens.
-        selector: the data of a key is the function to call when its socket is ready.
-        open_region: answers a request.
+        selector: the data of a key is the function to call when the socket is ready.
+        open_region: returns the reply to an engine's request.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class RegionOptions:
 
     Attributes:
         host_kv_bytes: size of all regions together.
-        max_models: number of regions, which have equal shares of the memory.
+        max_models: maximum number of regions, which have equal shares of the memory.
         host: address that the region's side channel listens on.
         side_channel_port: port of the side channel; 0: any free port.
         transfer, staging_bytes, kv_verify: as in TransferOptions.
@@ -49,7 +49,7 @@ class RegionOptions:
 
 
 def region_layout(spec: RegionSpec, options: RegionOptions) -> KVLayout:
-    """The layout of a region. Each block is one contiguous run of every head.
+    """Returns the layout of a region. In a block, each head's KV is contiguous.
 
     Raises:
         RegionTooSmall: the region cannot hold one sequence of `spec.max_model_len`
@@ -88,8 +88,8 @@ class RegionMemory:
     """A pool in host memory, and the coordinator and worker that pull KV into it.
 
     Args:
-        agent: reads the memory of engines, and makes the pool readable for them.
-        layout: as from `region_layout`.
+        agent: reads the memory of engines, and lets engines read the pool.
+        layout: the result of `region_layout`.
         on_event: called by other threads when `coordinator.drain` has events.
     """
 
@@ -107,7 +107,7 @@ class RegionMemory:
     ) -> None:
         compat = spec.compat
         self.groups = KVGroups.from_wire(compat.kv_windows)
-        # With several groups all scales are 1.
+        # With several layer groups, all KV scales are 1.
         scales = compat.kv_scales if self.groups.count == 1 else ()
         self.pool = KVPool(layout, "cpu", scales, self.groups)
         maps_only = options.transfer == "mapped"

@@ -1,6 +1,6 @@
 """Opens a region in a thread, because allocating and locking its memory takes seconds.
 
-The thread of the store continues to answer engines in that time.
+The store's own thread continues to answer engines while the region is opened.
 """
 
 import gc
@@ -16,14 +16,14 @@ class RegionOpening:
     """A region that is being opened. One thread uses this object.
 
     Args:
-        spec: of the new region.
-        old: a region to close first, whose memory the new region needs. The caller must
-            not refer to it any more when it calls `start`.
+        spec: the spec of the new region.
+        old: a region to close first, because the new region needs its memory. The
+            caller must drop its own references to `old` before it calls `start`.
         make_region: opens the region; runs in the thread of this object.
-        on_end: called by that thread when `has_ended` has become true.
+        on_end: called by the thread of this object after `has_ended` has become True.
 
     Attributes:
-        seconds: how long opening took; 0 until it has ended.
+        seconds: how long opening took; 0 until opening has ended.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RegionOpening:
         return self._has_ended.is_set()
 
     def take(self) -> Region:
-        """Returns the opened region. Must not be called before `has_ended`.
+        """Returns the opened region. Call this only after opening has ended.
 
         Raises:
             Exception: the error of opening the region.

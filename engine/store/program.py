@@ -1,11 +1,11 @@
 """The main program of a store.
 
     start: settings -> listen -> ready -> load torch and NIXL -> regions are opened
-    end:   SIGTERM, SIGINT, or the parent has ended -> engines may finish what they
-           read -> leases end -> exit
+    end:   SIGTERM, SIGINT, or the parent has ended -> transfers may finish -> leases
+           end -> exit
 
-One thread serves the connections of engines, and owns the blocks of the regions. The
-threads of their lease servers and transfer workers wake it.
+The main thread serves the connections of engines, and owns the blocks of the regions.
+The threads of the regions' lease servers and transfer workers wake the main thread.
 """
 
 import logging
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("baton.store")
 
-_DEFAULT_SHARE = 0.1  # of the free memory
+_DEFAULT_SHARE = 0.1  # of the free memory, if --host-kv-bytes is not set
 _POLL_INTERVAL_S = 0.5
-# The accounting of blocks is checked once when the store has been idle for this time.
+# After the store has been idle for this time, it checks its block accounting once.
 _IDLE_BEFORE_CHECK_S = 5.0
 _KILLED_STATUS = 130  # exit status if a signal arrives during the shutdown
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def size_of_store(requested_bytes: int | None) -> int:
-    """Returns the bytes of host memory for KV.
+    """Returns how many bytes of host memory the store uses for KV.
 
     Raises:
         ValueError: this machine or container does not have that much free memory.
@@ -115,7 +115,10 @@ class _Program:
             store.close()
 
     def _create_store(self) -> "Store":
-        """Imports torch and NIXL, which takes seconds. Until then, connections wait."""
+        """Creates the store. First imports torch and NIXL, which takes seconds.
+
+        New connections wait in that time.
+        """
         from engine.store.memory import RegionOptions
         from engine.store.store import Store
         from kvcache.transfer.nixl_agent import NixlAgent
@@ -144,7 +147,7 @@ class _Program:
                 store.check_integrity()
 
     def _drain(self, store: "Store") -> None:
-        """Lets engines finish what they read, for a limited time."""
+        """Serves for a limited time, so that transfers of KV can finish."""
         deadline_s = time.monotonic() + self._settings.shutdown_grace_s / 2
         while not store.is_idle and time.monotonic() < deadline_s:
             self._serve_once(store)

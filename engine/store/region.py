@@ -1,9 +1,9 @@
 """A region: host memory with the KV of one model, which outlives engines.
 
-A region is one more engine, without a model. It has one rank, and moves KV with the
-same parts as an engine: a coordinator and a worker pull what engines offer, and a lease
-server lends it to engines that look up their prompts. So a region and an engine may
-differ in tensor parallelism, layout and block size like any two engines.
+To engines, a region looks like an engine without a model. It has one rank, and moves KV
+with the components of an engine: a coordinator and a worker pull the KV that engines
+offer, and a lease server leases KV to engines that look up their prompts. So a region
+and an engine may differ in tensor parallelism, layout and block size, like two engines.
 
     engine --Demote--> LeaseServer --> Demotions --pull--> blocks --> PrefixIndex
     engine --Lookup--> LeaseServer --> LookupAnswerer <-------------------'
@@ -34,10 +34,11 @@ from protocol.handshake import (
 from protocol.ipc.kv_store import STORE_PREFIX, RegionOpened, RegionSpec
 from protocol.metrics import stat_key
 
-# The other lookups are answered by the next call of `poll`.
+# The next call of `poll` answers lookups beyond this number.
 _MAX_LOOKUPS_PER_POLL = 16
-# An offer contains token ids and block ids. An engine with tiny blocks, many layer
-# groups and ranks that share tokens has several block ids for a token.
+# Maximum number of ids in an offer, per token that the region can hold. An offer has
+# token ids and block ids. An engine with tiny blocks, many layer groups and ranks that
+# share tokens has several block ids per token.
 _MAX_IDS_PER_TOKEN = 8
 
 
@@ -45,8 +46,9 @@ class Region:
     """The KV of one model in host memory.
 
     Args:
-        make_agent: makes the agent that reads engines, given the prefix of its name.
-        wake: makes the owner call `poll` soon; may be called by any thread.
+        make_agent: makes the agent that reads the memory of engines. The argument is
+            the prefix of the agent's name.
+        wake: makes the owner of this region call `poll` soon. Any thread may call it.
 
     Raises:
         RegionTooSmall: the region cannot hold one sequence.
@@ -156,7 +158,7 @@ class Region:
         return self.demotions.is_idle and not has_leases
 
     def poll(self) -> None:
-        """Handles what the threads have queued since the last call."""
+        """Handles the events and messages that the region's threads have queued."""
         for event in self._coordinator.drain():
             self.demotions.on_event(event)
         for ended in self._leases.drain_ended():
@@ -176,7 +178,7 @@ class Region:
         self.demotions.begin_pulls(now_s)
 
     def opened(self, nonce: str) -> RegionOpened:
-        """The answer to an engine that opens this region."""
+        """Returns the reply to an engine that opens this region."""
         return RegionOpened(
             nonce=nonce,
             port=self.port,
@@ -188,7 +190,10 @@ class Region:
         )
 
     def stats(self) -> dict[str, float]:
-        """Values by series (protocol.metrics), which engines report."""
+        """Returns the region's values by series, as in protocol.metrics.
+
+        Engines report these values.
+        """
         counts = self.allocator.counts()
         values = {
             stat_key("baton_host_kv_blocks", state=state.name.lower()): counts[state]

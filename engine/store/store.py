@@ -27,12 +27,12 @@ from protocol.process.logging import get_logger
 
 logger = get_logger(__name__)
 
-# A region without a request of an engine for this time may be replaced by one for
-# another model. Engines request theirs every few seconds.
+# A region that no engine has requested for this time may be replaced by a region for
+# another model. Engines request their region every few seconds.
 STALE_REGION_S = 60.0
-# No region is opened for this time after memory could not be allocated for one.
+# After a region could not be opened, no region is opened for this time.
 RETRY_OPEN_S = 10.0
-_CLOSE_TIMEOUT_S = 2.0  # longest wait of `close` for the regions that are being opened
+_CLOSE_TIMEOUT_S = 2.0  # longest wait of `close` for each region that is being opened
 
 
 @dataclass
@@ -41,8 +41,8 @@ class _Slot:
 
     Attributes:
         options: the options of the region.
-        region: None before the first request of a model.
-        opening: the region that is being opened; None if there is none.
+        region: the open region; None if no region is open.
+        opening: the region that is being opened; None if no region is being opened.
         requested_s: when an engine last requested the region.
     """
 
@@ -53,7 +53,7 @@ class _Slot:
 
     @property
     def spec(self) -> RegionSpec | None:
-        """The KV of this share; None if the share is free."""
+        """The spec of the region that is open or opening; None if the share is free."""
         current = self.opening or self.region
         return None if current is None else current.spec
 
@@ -84,9 +84,9 @@ class Store:
             _Slot(replace(options, side_channel_port=port + index if port else 0))
             for index in range(options.max_models)
         ]
-        self._open_error = ""  # why a region could not be opened
+        self._open_error = ""  # why the last opening failed
         self._retry_open_s = float("-inf")
-        self._last_refusal = ""  # so that an engine that tries again is logged once
+        self._last_refusal = ""  # so that repeated refusals are logged once
 
     @property
     def regions(self) -> list[Region]:
@@ -94,7 +94,7 @@ class Store:
         return [slot.region for slot in self._slots if slot.region is not None]
 
     def open_region(self, request: OpenRegion) -> StoreReply:
-        """Returns the region for an engine's KV. Begins to open it if necessary."""
+        """Answers an engine's request for a region. Begins to open it if necessary."""
         try:
             return self._answer(request)
         except (RegionTooSmall, PeerIncompatible, ValueError) as error:
@@ -107,7 +107,7 @@ class Store:
         """Returns the answer to a request.
 
         Raises:
-            RegionTooSmall, PeerIncompatible, ValueError: there can be no such region
+            RegionTooSmall, PeerIncompatible, ValueError: the region cannot be opened
                 now.
         """
         spec = request.spec
@@ -117,14 +117,15 @@ class Store:
         region = slot.region
         if region is not None and region.spec.compat == spec.compat:
             return region.opened(request.nonce)
-        del region  # its memory is freed if the region is replaced now
-        # A share with an opening of another model is taken over when that has ended.
+        del region  # this reference would keep the memory of a replaced region
+        # If another model's region is being opened in this share, the engine's next
+        # request after that opening takes over the share.
         if slot.opening is None:
             self._begin_opening(slot, request, layout)
         return RegionPending(nonce=request.nonce, nbytes=layout.nbytes)
 
     def _slot_for(self, spec: RegionSpec) -> _Slot:
-        """Returns the share with the KV of `spec`, or the share for it to take over.
+        """Returns the share that has the KV of `spec`, or a share to use for that KV.
 
         Raises:
             ValueError: servers of other models use all shares.
@@ -134,7 +135,8 @@ class Store:
             if slot.spec is not None and slot.spec.compat == spec.compat:
                 slot.requested_s = now_s
                 return slot
-        # A free share comes first, then the region that was unused for longest.
+        # Prefer a free share, then the share that was not requested for the longest
+        # time.
         slot = min(self._slots, key=lambda slot: slot.requested_s)
         if slot.spec is not None and now_s - slot.requested_s < STALE_REGION_S:
             raise ValueError(self._refusal(spec.compat))
@@ -143,7 +145,7 @@ class Store:
     def _begin_opening(
         self, slot: _Slot, request: OpenRegion, layout: KVLayout
     ) -> None:
-        """Begins to open a region in a share, and to close the stale one there.
+        """Begins to open a region in a share, after closing the share's stale region.
 
         Raises:
             ValueError: opening a region has failed recently.
@@ -178,7 +180,7 @@ class Store:
         try:
             region = opening.take()
         except Exception as error:
-            # The other regions keep their KV.
+            # The store continues if memory is lacking, or if other regions hold KV.
             if not (isinstance(error, MemoryError) or self.regions):
                 raise
             logger.error("a region could not be opened: %s", error)
@@ -214,11 +216,11 @@ class Store:
         )
 
     def poll(self) -> None:
-        """Handles what the regions' threads have queued.
+        """Handles ended openings, and what the regions' threads have queued.
 
         Raises:
-            Exception: the only region could not be opened, for another reason than its
-                size.
+            Exception: a region could not be opened although there was enough memory,
+                and no other region is open.
         """
         for slot in self._slots:
             if slot.opening is not None and slot.opening.has_ended:

@@ -15,7 +15,7 @@ from protocol.openai.requests import refuse
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Renders the content of `{% generation %}`, which marks text for training."""
+    """Renders the content of `{% generation %}`, a tag that marks text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration is not a ClassVar)
 
@@ -66,16 +66,17 @@ class ChatTemplate:
         """Return the prompt that the template writes for `messages`.
 
         Null members of messages are left out, except `content`. The role "developer"
-        is changed to "system" if the template does not know "developer".
+        is changed to "system" if the template's text does not contain "developer".
 
         Args:
             special_tokens: the texts of the model's special tokens by name.
-            tools: the tools that the template is to write; None: no tools.
-            add_generation_prompt: whether to add the head of the assistant's next turn.
+            tools: the tools for the template to describe; None: no tools.
+            add_generation_prompt: whether to add the beginning of the assistant's next
+                turn, such as a tag with the role.
             continue_final_message: whether to end the prompt within the last message,
                 so that the model continues that message.
             variables: variables for the template, from the request.
-            field: the request's field that has the messages, for errors.
+            field: the name of the request's field with the messages, for errors.
             on_piece: called after each piece of the prompt. It may raise an exception
                 to stop the rendering.
 
@@ -166,7 +167,7 @@ def _next_piece(rendering: Iterator[str], field: str) -> str | None:
 
 
 class _DualArguments(dict[str, Any]):
-    """A call's arguments: a dict that becomes JSON if a template uses `+` with text."""
+    """A dict of a call's arguments. It becomes JSON if a template adds it to text."""
 
     def __add__(self, text: str) -> str:
         return _tojson(self) + text
@@ -183,8 +184,8 @@ def _with_dual_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": _DualArguments(arguments)}}
 
 
-# This mark is put after the message to be continued, to find the message's end in the
-# prompt. If the template strips messages, the mark's last space is missing.
+# This mark is appended to the message to be continued, to find the message's end in the
+# prompt. If the template strips messages, the prompt lacks the mark's last space.
 _END_MARK = "<|baton ends here|> "
 
 

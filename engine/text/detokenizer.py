@@ -2,8 +2,8 @@
 
 A detokenizer turns ids into text and holds back bytes that may begin a UTF-8 character.
 `StopFinder` cuts the text at a stop string and holds back text that may begin a stop
-string. Both are pure (no I/O). How the text is divided into pieces does not change what
-`StopFinder` returns in total.
+string. The text that `StopFinder` returns in total does not depend on the size of the
+pieces in which text arrives. Both are pure (no I/O).
 """
 
 import codecs
@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 from engine.text.tokenizer import Tokenizer
 
-# How many of the prompt's last tokens are decoded together with the output. At most 3
-# of them are bytes of an incomplete character. The others are context, so that decoders
-# keep a space at the start of the output.
+# Number of tokens at the prompt's end that are decoded together with the output. At
+# most 3 of these tokens are bytes of an incomplete character. The other tokens are
+# context, so that decoders keep a space at the start of the output.
 _CONTEXT_TOKENS = 8
 _MAX_INCOMPLETE_BYTES = 3  # a complete UTF-8 character has at most 4 bytes
-# Ids without complete text are held back until there are this many, which is twice the
-# largest number of bytes in a character.
+# Ids without complete text are held back until their number reaches this limit, twice
+# the maximum number of bytes in a character.
 _MAX_HELD_IDS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -202,7 +202,7 @@ class WindowDetokenizer:
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
         if token_id in self._special_ids:
-            # The decoding of a complete sequence would also drop special ids first.
+            # Decoding the complete sequence at once would also drop this id.
             return ""
         if token_id in self._visible_tags:
             text = self.flush() + self._visible_tags[token_id]
@@ -246,7 +246,7 @@ class WindowDetokenizer:
         return text, offsets + [len(text)] * len(self._incomplete_prompt_bytes)
 
     def _last_bytes(self) -> bytes:
-        """Return the bytes of the byte tokens that come last in the ids, at most 3."""
+        """Return the bytes of the byte tokens at the end of the ids, at most 3."""
         data = b""
         for token_id in reversed(self._ids[-_MAX_INCOMPLETE_BYTES:]):
             byte = self._byte_of(token_id)
@@ -259,8 +259,9 @@ class WindowDetokenizer:
         """Keep or discard the incomplete character at the prompt's end.
 
         If `next_byte` does not continue the character and the prompt is not echoed, the
-        character's bytes are removed from the context. Decoders turn a whole run of
-        byte tokens into U+FFFD if one byte is invalid.
+        character's bytes are removed from the context. Otherwise they would spoil byte
+        tokens that follow: decoders turn a whole run of byte tokens into U+FFFD if one
+        byte of the run is invalid.
 
         Returns:
             The text of a discarded character, if the prompt is echoed; else "".
@@ -346,10 +347,10 @@ def _context_ids(prompt_ids: Sequence[int], special_ids: frozenset[int]) -> list
 class StopFinder:
     """Cuts a text at the first complete stop string.
 
-    The first stop string is the one that ends first. If several end at the same
-    character, the longest of them is the first. So the result does not depend on the
-    pieces in which the text arrives. Each stop string is compared with each character
-    once.
+    The first stop string is the stop string that ends earliest. If several stop strings
+    end at the same character, the longest is used. So the result does not depend on the
+    pieces in which the text arrives. The time is proportional to the number of
+    characters times the number of stop strings.
 
     Args:
         keeps_stop: whether the matched stop string stays in the text.
@@ -361,8 +362,8 @@ class StopFinder:
     def __init__(self, stops: Iterable[str], *, keeps_stop: bool = False) -> None:
         self._stops = [(stop, _failure_function(stop)) for stop in stops]
         self._starts = {stop[0] for stop, _ in self._stops}
-        # For each stop string, the length of its longest beginning with which the text
-        # so far ends.
+        # For each stop string, the length of its longest prefix that is a suffix of the
+        # text so far.
         self._sizes = [0] * len(self._stops)
         self._keeps_stop = keeps_stop
         self._held = ""
@@ -411,8 +412,8 @@ class StopFinder:
 def _failure_function(text: str) -> list[int]:
     """Return the failure function of Knuth, Morris and Pratt for `text`.
 
-    The value at i is the length of the longest prefix of `text` with which
-    text[: i + 1] ends, except text[: i + 1] itself.
+    The value at i is the length of the longest proper prefix of text[: i + 1] that is
+    also a suffix of text[: i + 1].
     """
     borders = [0]
     size = 0
@@ -425,7 +426,7 @@ def _failure_function(text: str) -> list[int]:
 
 
 def partial_tag_length(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `tag`.
+    """Return the length of the longest incomplete `tag` at the end of `text`.
 
     A complete tag does not count.
     """

@@ -3,20 +3,20 @@
     request -> GrammarCompiler (threads, a cache) -> GrammarState of a sequence
             -> masks of a step
 
-A state depends only on the sequence's outputs, and catches up with any outputs that it
-has not consumed yet. So preemption, recomputation and a first token that the prefill
-server sampled need no special treatment. Rank 0 computes the masks in threads while the
-step's forward pass runs (core/core_grammar.py).
+A GrammarState depends only on the output tokens of its sequence (the outputs), and
+catches up with outputs that it has not consumed yet. So preemption, recomputation and a
+first token that the prefill server sampled need no special treatment. Rank 0 computes
+the masks in threads while the step's forward pass runs (core/core_grammar.py).
 
 A sequence that follows a grammar ends with one of these finish reasons:
-- "stop" as soon as no text can follow, even if no end token was sampled. An end token
-  may be sampled only if the text is complete. A stop token of the client may be sampled
-  only if the grammar allows it.
-- "length" at max_tokens, whether the text is complete or not. Before min_tokens, stop
-  tokens are banned. If only stop tokens could follow, the sequence ends with "stop"
-  before min_tokens.
+- "stop" as soon as no text can follow, even if no end token was sampled.
+- "length" at max_tokens, whether the text is complete or not.
 - the error GrammarFailed, if the text is incomplete and no token of the vocabulary can
   continue it, or if the matcher reports an error.
+
+An end token may be sampled only if the text is complete. A stop token of the client may
+be sampled only if the grammar allows this token. Stop tokens are banned before
+min_tokens. If no other token can follow, the sequence ends with "stop" earlier.
 """
 
 import logging
@@ -46,8 +46,8 @@ from protocol.messages import AddRequest, Grammar
 logger = logging.getLogger("baton.engine")
 
 _MAX_CACHED_BYTES = 256 * 2**20
-# Slow grammars come one at a time (grammar_check.py). So with a second thread, a slow
-# grammar does not delay the others.
+# Slow grammars arrive one at a time (grammar_check.py). So with two threads, a slow
+# grammar does not delay fast grammars.
 _NUM_COMPILING_THREADS = 2
 _ID_BYTES = 64  # bytes that a token id takes in a tuple
 # CPU seconds. If the latest mask of a grammar took longer, no step waits for the
@@ -79,8 +79,8 @@ class CompiledGrammar:
         mask_s: CPU seconds that the latest mask of this grammar took. Consuming a token
             takes no longer than computing the mask before the token, which tries all
             tokens.
-        banned: tokens that must not follow certain outputs. Each key is the outputs
-            after which the tokens are banned.
+        banned: tokens that must not be sampled after certain outputs. The key is the
+            latest outputs.
         prefix_lengths: the lengths of the keys of `banned`, except 0.
         allowed: int32 [W], the mask of `Grammar.allowed` without the tokens that are
             banned at every position. None: all tokens.
@@ -135,8 +135,8 @@ class GrammarState:
 
     Attributes:
         ending: how the sequence ends; None while it may continue.
-        row: int32 [W], the mask of the next token, once the work that `begin_mask`
-            started is done. W is the grammar's `num_words`.
+        row: int32 [W], the mask for the next token. Valid when the work started by
+            `begin_mask` is done. W is the grammar's `num_words`.
         work: the latest work on this state in another thread.
     """
 
@@ -145,8 +145,8 @@ class GrammarState:
     ) -> None:
         self.ending: Ending | None = None
         self.row = np.full(grammar.num_words, -1, dtype=np.int32)
-        # The proposals of the latest `begin_mask`, and the masks after the first
-        # of them, the first two of them and so on.
+        # The proposals of the latest `begin_mask`, and one mask after each prefix of
+        # the proposals.
         self._proposals: tuple[int, ...] = ()
         self._proposal_rows: list[Int32s] = []
         self.work: Future[None] | None = None
@@ -158,14 +158,13 @@ class GrammarState:
         self._token_ids: Sequence[int] = ()
         self._first_output = 0
         # All copies of a matcher share one lexer, which has a limited number of states.
-        # If that lexer is full, `_replace_matcher` gives this object a lexer of its
-        # own.
+        # If the shared lexer is full, `_replace_matcher` creates a private lexer.
         self._has_private_lexer = False
         # The latest outputs, as many as the longest key in the grammar's `banned` has.
         self._recent_outputs: list[int] = []
         self._num_consumed = 0
-        # The number of outputs after which `row` is the mask; -1 if `row` has never
-        # been filled.
+        # The number of consumed outputs when `row` was last filled; -1 if `row` has
+        # never been filled.
         self._num_outputs_at_fill = -1
         self._min_tokens = request.sampling.min_tokens
         self._stop_ids = request.stop_token_ids
@@ -209,8 +208,8 @@ class GrammarState:
     ) -> None:
         """Start to consume the outputs and compute `row` in another thread.
 
-        Does nothing if the row is up to date. If no token can be sampled, the thread
-        sets `ending`, and `row` then allows every token.
+        Does nothing if the row is up to date and there are no proposals. If no token
+        can be sampled, the thread sets `ending`, and `row` then allows every token.
 
         Args:
             proposals: tokens that may follow the outputs. The thread also computes the
@@ -225,18 +224,18 @@ class GrammarState:
             self.work = threads.submit(self._advance, outputs, fill=True)
 
     def rows_after(self, proposals: tuple[int, ...]) -> list[Int32s]:
-        """Return the masks after the first proposal, the first two proposals and so on,
-        int32 [W] each, once the work that `begin_mask` started for them is done.
+        """Return one mask, int32 [W], after each prefix of `proposals`.
 
-        The list ends before the first proposal that the grammar does not allow or that
-        ends the output, and once the grammar is slow. It is empty for other proposals.
+        Call this when the work of `begin_mask` is done. The list ends before the first
+        proposal that is not allowed or ends the output, and where the grammar becomes
+        slow. It is empty if the latest `begin_mask` had different proposals.
         """
         return self._proposal_rows if proposals == self._proposals else []
 
     def _copy_initial_matcher(self) -> LLMatcher | None:
         """Return a new matcher at the grammar's beginning; None if there is no matcher.
 
-        A copy is made because LLMatcher.reset would keep errors.
+        The matcher is copied, not reset, because LLMatcher.reset would keep errors.
         """
         if self._initial_matcher is None:
             return None
@@ -251,7 +250,7 @@ class GrammarState:
         self._token_ids = token_ids
         self._first_output = first_output
         if len(token_ids) - first_output < self._num_consumed:
-            # The first token was discarded, for example after a failed pull of its KV.
+            # The first output was discarded, for example after a failed pull of KV.
             self._matcher = self._copy_initial_matcher()
             self._recent_outputs = []
             self._num_consumed = 0
@@ -290,9 +289,9 @@ class GrammarState:
             self._num_outputs_at_fill = self._num_consumed
 
     def _fill_rows(self, outputs: list[int], proposals: tuple[int, ...]) -> None:
-        """Consume outputs, and write the next mask to `row` and those after proposals
-        to `_proposal_rows`. Stops once the grammar is slow, because the time limit is
-        that of one mask."""
+        """Consume outputs. Write the next mask to `row`, and the masks after proposals
+        to `_proposal_rows`. Stops once the grammar is slow, because the caller's time
+        limit allows for only one mask."""
         self._advance(outputs, fill=True)
         state = self._copy()
         state._token_ids = token_ids = list(self._token_ids)
@@ -341,7 +340,7 @@ class GrammarState:
         return self._end("no token of the vocabulary fits; use a simpler grammar")
 
     def _compute_mask(self) -> None:
-        """Write the matcher's mask to `row`, before the request's bans are applied."""
+        """Write the matcher's mask to `row`. `_fill_row` applies the request's bans."""
         matcher = self._matcher
         first_mask = self._grammar.first_mask
         if first_mask is not None and (matcher is None or self._num_consumed == 0):
@@ -351,7 +350,7 @@ class GrammarState:
 
     @property
     def _is_lexer_full(self) -> bool:
-        """Whether the lexer that sequences share has reached its limit of states.
+        """Whether the matcher's lexer is shared and has reached its limit of states.
 
         A private lexer that is full counts as an error of the grammar instead.
         """
@@ -374,7 +373,7 @@ class GrammarState:
         self._compute_mask()
 
     def _find_ending(self) -> Ending | None:
-        """Return the ending if the matcher reports an error or that no text follows."""
+        """Return the ending if the matcher has an error or no text can follow."""
         if self._matcher is None or self._is_lexer_full:
             return None  # `_fill_row` replaces a matcher with a full lexer
         if self._matcher.is_error():

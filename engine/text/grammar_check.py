@@ -1,9 +1,10 @@
 """Tries to compile the grammars of a request before the request is accepted.
 
-A child of a separate process compiles each grammar (grammar_compile.py). A first trial
-runs concurrently with others and has a short time limit that suffices for nearly all
-grammars. A grammar that takes longer is tried again with the limit --grammar-timeout-s.
-Such trials run one at a time, so a slow grammar delays only other slow grammars.
+Each trial runs in a child of the trial process, which is separate from the server
+(grammar_compile.py). The child sends a verdict for each grammar. Several first trials
+run concurrently, with a short time limit that suffices for nearly all grammars. A
+grammar that takes longer gets a second trial, with the limit --grammar-timeout-s.
+Second trials run one at a time, so a slow grammar delays only other slow grammars.
 
 Requests that wait for a trial form the trial queue, which is separate from the queue of
 prompts. A request is refused with status 429 and the error GrammarQueueFull if the
@@ -39,9 +40,10 @@ _MAX_FIRST_TRIALS = 4  # concurrent first trials
 _MAX_SECOND_TRIALS = 1  # concurrent second trials
 _MAX_VERDICTS = 8192  # cached verdicts; a request has fewer grammars than this
 _MAX_WAIT_S = 10.0  # the longest wait in the trial queue, or for a child to begin
-# The most requests in the trial queue. Each keeps its schemas in memory.
+# Maximum number of requests in the trial queue. Each keeps its schemas in memory.
 MAX_WAITING_TRIALS = 1024
-# The trial process must be ready within this time. A large vocabulary takes a second.
+# The trial process must be ready within this time. Building a large vocabulary takes a
+# second.
 _START_TIMEOUT_S = 60.0
 
 
@@ -50,7 +52,7 @@ class GrammarChecker:
 
     Args:
         tokenizer: the model's tokenizer.
-        timeout_s: the most seconds that all grammars of a request may take to compile.
+        timeout_s: the time limit for compiling all grammars of a request, in seconds.
 
     Attributes:
         num_waiting: the number of requests in the trial queue.
@@ -59,14 +61,16 @@ class GrammarChecker:
     def __init__(self, tokenizer: Tokenizer, timeout_s: float) -> None:
         self._folder = tokenizer.folder
         self._timeout_s = timeout_s
-        # First trials, then second trials: a semaphore that limits how many run at
-        # once, and the CPU seconds that each may take.
+        # Two entries, for first and for second trials. Each entry has a semaphore that
+        # limits the number of concurrent trials, and the CPU seconds that a trial may
+        # take.
         self._lanes = (
             (asyncio.Semaphore(_MAX_FIRST_TRIALS), _FIRST_TRIAL_CPU_S),
             (asyncio.Semaphore(_MAX_SECOND_TRIALS), timeout_s),
         )
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        # By grammar: how many open requests use it, and the bytes that it takes.
+        # For each grammar, by `_grammar_key`: the number of open requests that use the
+        # grammar, and the grammar's memory in bytes.
         self._held_grammars: dict[bytes, tuple[int, int]] = {}
         self.num_waiting = 0
         self._start_lock = asyncio.Lock()
@@ -101,7 +105,7 @@ class GrammarChecker:
         self._control_socket = None
 
     def nbytes(self, grammar: Grammar | None) -> int:
-        """Return the memory that a compiled grammar takes, in bytes; 0 if unknown."""
+        """Return the memory of a compiled grammar in bytes; 0 if it is unknown."""
         if grammar is None:
             return 0
         verdict = self._verdicts.get(_grammar_key(grammar))
@@ -139,7 +143,7 @@ class GrammarChecker:
         return release
 
     async def check(self, all_guided: Sequence[GuidedDecoding]) -> None:
-        """Raise an error unless all grammars of a request can be used.
+        """Check that all grammars of a request can be used.
 
         The caller cancels this coroutine when the client disconnects.
 
@@ -155,7 +159,8 @@ class GrammarChecker:
                 return
             await self._acquire_slot(slots)
             try:
-                # A trial for another request may have included the same grammars.
+                # While this request waited, a trial for another request may have
+                # included the same grammars.
                 untried = self._without_verdict(untried)
                 if untried:
                     await self._try(untried, cpu_s)
@@ -236,8 +241,8 @@ class GrammarChecker:
                             return
                         verdict = msgspec.json.decode(line, type=Verdict)
                         self._verdicts[_grammar_key(guided.grammar)] = verdict
-                        # Raises if the grammar has a mistake. The grammars after it are
-                        # then not tried.
+                        # Raises InvalidRequest if the grammar has a mistake, so that
+                        # the remaining grammars are not tried.
                         self._without_verdict([guided])
             while len(self._verdicts) > _MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -262,7 +267,8 @@ class GrammarChecker:
             control = self._control_socket
             assert control is not None
             ours, theirs = socket.socketpair()
-            # If the process does not receive `theirs`, reading `ours` returns b"".
+            # If the trial process does not receive `theirs`, reading `ours` returns
+            # b"".
             with theirs, contextlib.suppress(OSError):
                 socket.send_fds(control, [b"!"], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -302,7 +308,7 @@ def _spawn_trial_process(
         folder: the directory of the model.
 
     Returns:
-        The process, and the socket to it.
+        The trial process, and the socket connected to this process.
 
     Raises:
         InternalError: the process did not start within _START_TIMEOUT_S.

@@ -3,14 +3,14 @@
     HTTP process --one socket pair per trial--> trial process --fork--> child:
                                                 compiles, sends verdicts, exits
 
-`main` of this module is the trial process. This module does not import torch. The
-kernel limits the memory and time of a child. A child exits when the other end of its
-socket is closed. A grammar may exhaust the memory, overflow the stack or never finish
-compiling. Such a grammar ends only the child that tries it, and affects no other
+The trial process runs `main` of this module, which does not import torch. The operating
+system's kernel limits the memory and time of a child. A child exits when the other end
+of its socket is closed. A grammar may exhaust the memory, overflow the stack or never
+finish compiling. Such a grammar ends only the child that tries it, and affects no other
 request.
 
-Grammars of JSON allow a limited number of whitespace characters between JSON's tokens.
-Otherwise, a model that has begun to write spaces could continue until `max_tokens`.
+Grammars for JSON limit the number of whitespace characters between JSON's tokens.
+Otherwise, a model that begins to write spaces could continue until `max_tokens`.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ from protocol.messages import Grammar
 MAX_GRAMMAR_CHARS = 128 * 1024
 # Converting GBNF to Lark syntax takes quadratic time: 0.7 s for this size.
 MAX_GBNF_CHARS = 16 * 1024
-MAX_MASK_S = 0.5  # the most CPU seconds that the first mask of a grammar may take
+MAX_MASK_S = 0.5  # limit of CPU seconds for the first mask of a grammar
 
-# A lexer state takes 1 to 2 kB and is created when an output reaches it. The time of a
-# mask grows with the square of the parser's items for that mask. A choice of 1,024
-# texts needs fewer items than this limit. Error messages are not verbose, because
-# clients receive them.
+# max_lexer_states: a state takes 1 to 2 kB and is created when an output reaches it.
+# step_max_items: the time of a mask grows with the square of the parser's items for the
+# mask. A choice of 1,024 texts stays below this limit. verbose_errors: clients receive
+# the error messages, so the messages are short.
 _PARSER_LIMITS = LLParserLimits(
     max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False
 )
@@ -85,9 +85,10 @@ def build_vocabulary(
 
     Args:
         num_tokens: the size of the vocabulary, at least the tokenizer's `vocab_size`;
-            None: that size.
+            None: the tokenizer's `vocab_size`.
     """
-    # An end token may have an id in the model's padding, beyond the tokenizer's ids.
+    # Leave out end tokens with ids beyond the tokenizer's ids, in the padding of the
+    # model's vocabulary.
     end_ids = [end_id for end_id in tokenizer.eos_ids if end_id < tokenizer.vocab_size]
     num_tokens = num_tokens or tokenizer.vocab_size
     return LLTokenizer(
@@ -114,7 +115,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         raise GrammarError("it is nested too deeply; send a flatter one") from None
     except GrammarError:
         raise
-    # The converters raise exceptions of several types. The text causes all of them.
+    # The converters raise exceptions of several types. All are caused by the text.
     except Exception as error:
         raise GrammarError(_one_line(reworded(str(error)))) from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=_PARSER_LIMITS)
@@ -170,8 +171,9 @@ _THOUGHTS = {
     "open": "thoughts ",
     "perhaps": f'{_BLANKS} ("<think>" thoughts)? ',
 }
-# The harmony format of gpt-oss: tags are tokens, and the recipient of a call comes
-# before or after its channel. %s stands for `_HARMONY_CALL` if calls are allowed.
+# The harmony format of gpt-oss. Tags are tokens. The recipient of a call may precede or
+# follow the channel. If calls are allowed, %s is replaced by " | call" and
+# `_HARMONY_CALL`.
 _HARMONY = r"""start: (<|start|> "assistant")? thought* said
 thought: <|channel|> "analysis" <|message|> /(.|\n)*/ <|end|> <|start|> "assistant"
 said: <|channel|> "final" type <|message|> @answer%s
@@ -184,11 +186,12 @@ to: """
 
 
 def _with_reasoning_and_calls(source: str, grammar: Grammar) -> str:
-    """Return a grammar that allows reasoning before the answer, or calls in its place.
+    """Return a grammar that also allows reasoning before the answer, or calls instead.
 
     Args:
         source: the grammar of only the answer, in the syntax of llguidance.
-        grammar: the request's grammar, which says what reasoning and calls are allowed.
+        grammar: the request's grammar. Its `reasoning` and `calls` specify what else
+            the output may contain.
     """
     if not (grammar.reasoning or grammar.calls):
         return source
@@ -248,7 +251,7 @@ def _one_line(text: str, limit: int = 300) -> str:
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """The only message to a child. All messages are lines of JSON.
+    """The only message from the HTTP process to a child. Each message is a JSON line.
 
     The child sends an empty object when it begins, then one Verdict for each grammar.
 
@@ -265,7 +268,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The result of a trial.
+    """The result of trying one grammar.
 
     Attributes:
         mistake: why the grammar cannot be used; None if it can be used.
@@ -291,7 +294,7 @@ def main() -> None:
     tokenizer = build_vocabulary(Tokenizer(sys.argv[2], NO_TEMPLATE))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # This trial initializes what all trials need, so that children inherit it.
+    # This trial initializes data that every trial needs. Children inherit the data.
     try_grammar(tokenizer, Grammar("json_object"))
     gc.freeze()
     control.send(b"!")
@@ -299,7 +302,7 @@ def main() -> None:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
             return
-        # If the fork fails, closing the socket informs the HTTP process.
+        # If the fork fails, the HTTP process notices that the socket is closed.
         with contextlib.suppress(OSError):
             if os.fork() == 0:
                 control.close()
@@ -313,8 +316,8 @@ def _run_trial(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
         trial = msgspec.json.decode(connection.makefile("rb").readline(), type=Trial)
         signal.setitimer(signal.ITIMER_PROF, trial.cpu_s)
         signal.setitimer(signal.ITIMER_REAL, trial.wall_clock_s)
-        # Rust writes messages about panics and exhausted memory, which would confuse
-        # readers of the log.
+        # Discard stderr. Rust's messages about panics and exhausted memory would
+        # confuse readers of the log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         max_bytes = _memory_bytes(0) + STACK_BYTES + trial.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
@@ -331,7 +334,7 @@ def _run_trial(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
 def _try_all(
     connection: socket.socket, tokenizer: LLTokenizer, grammars: list[Grammar]
 ) -> None:
-    """Try all grammars, and send their verdicts. Exit if a trial raises an error."""
+    """Try all grammars, and send a verdict for each. Exit the process on any error."""
     try:
         connection.sendall(b"{}\n")
         for grammar in grammars:

@@ -1,4 +1,4 @@
-"""Separates reasoning, content and calls in OpenAI's harmony format (gpt-oss). Pure.
+"""Separates reasoning, content and calls in OpenAI's harmony format (gpt-oss).
 
     <|start|>assistant                                              the prompt's end
     <|channel|>analysis<|message|>I add.<|end|>                     reasoning
@@ -8,13 +8,13 @@
     <|start|>assistant<|channel|>final<|message|>2<|return|>        content
 
 An answer is a sequence of messages. Each message has a head, which ends with
-<|message|>, and a text. In the head of a call, the recipient (to=...) may also come
-before the channel. Mistakes in a head are skipped if <|message|> follows. Text that
-cannot belong to a head is content. If a message lacks its <|end|>, the next head ends
-the message, even if this head begins with the recipient of a call.
+<|message|>, and a text. In the head of a call, the recipient (to=...) may also precede
+the channel. Mistakes in a head are skipped if <|message|> follows. Text that cannot
+belong to a head is content. If a message lacks its <|end|>, the next head ends the
+message, even if this head begins with the recipient of a call.
 
-The tags are single tokens. The parser reads text in which a character stands for each
-tag (harmony_tags.py).
+Each tag is a single token. The parser reads text in which one character represents each
+tag (harmony_tags.py). The parser is pure (no I/O).
 """
 
 import re
@@ -45,7 +45,8 @@ _OPEN_RECIPIENT = re.compile(
 _MAYBE_RECIPIENT = re.compile(
     r"\s{1,8}(to?|to=[a-z]{0,9}|to=functions\.[\w.-]{0,64}\s{0,8}[a-z]{0,4}\s{0,8})?$"
 )
-# The part of a head before its first tag: spaces and the recipient.
+# Matches the part of a head before its first tag: spaces, and the recipient, complete
+# or incomplete.
 _BARE_HEAD = re.compile(r"\s*(t|to|to=\s*[\w.-]*)?\s*")
 _SYSTEM_ROLES = ("system", "developer")
 _HEAD_WORDS = (
@@ -56,7 +57,7 @@ _HEAD_WORDS = (
 def tag_characters(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the characters that stand for the tag tokens, by token id.
 
-    Returns {} if the model has no tokens of the harmony format.
+    Returns {} if the model's vocabulary has no tag tokens of the harmony format.
     """
     characters: dict[int, str] = {}
     for name, character in _TAGS.items():
@@ -69,9 +70,9 @@ def tag_characters(tokenizer: Tokenizer) -> dict[int, str]:
 def answer_head(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Return the part of the answer's first head that the prompt already contains.
 
-    The result begins after the role. If the prompt contains the complete head, the
-    result ends with MESSAGE. Returns "" if the prompt contains only the role, or if the
-    prompt's last message has ended.
+    The role "assistant" at the beginning of the head is left out. If the prompt
+    contains the complete head, the result ends with MESSAGE. Returns "" if the prompt
+    contains only the role, or if the prompt's last message has ended.
     """
     tags = tag_characters(tokenizer)
     starts = (
@@ -118,8 +119,8 @@ class HarmonyParser(ReasoningParser):
         # The part of the answer to which the current message belongs.
         self._part: Literal["reasoning", "content", "call"] = "content"
         self._parts_with_text = set[str]()
-        # The separator between the text of the current message and the previous text of
-        # the same part.
+        # The separator to emit before the next text of the current message. It
+        # separates the message from the previous message of the same part.
         self._separator = ""
         # The reasoning and the content that `feed` will return next.
         self._reasoning = ""
@@ -158,10 +159,10 @@ class HarmonyParser(ReasoningParser):
         return not {*ALL_TAGS}.isdisjoint(self._head)
 
     def _end_message_before(self, piece: str) -> None:
-        """End the current message if `piece` ends it or begins the head of the next.
+        """End the current message if `piece` ends it or belongs to the next head.
 
-        The end of the current message's text may already be the recipient of a call.
-        The next message's head then begins with this recipient.
+        The text held back from the current message may be the recipient of a call. If a
+        tag of a head follows, the recipient begins the head of the next message.
 
         Args:
             piece: the next piece of the answer, a tag or text.
@@ -177,7 +178,7 @@ class HarmonyParser(ReasoningParser):
             self._end_message()
 
     def _add_message_text(self, text: str) -> None:
-        """Emit text of a message. Hold back its end if that may begin a call's head."""
+        """Emit text of a message. Hold back an end that may begin a call's head."""
         if self._part == "call" or not self._emits_calls:
             self._add_text(text)
             return
@@ -187,13 +188,17 @@ class HarmonyParser(ReasoningParser):
         self._add_text(text[: len(text) - len(self._held_recipient)])
 
     def _emit_held_recipient(self) -> None:
-        """Emit the text held back, which is not the head of a call."""
+        """Emit the text held back, because it is not the head of a call."""
         text = self._held_recipient
         self._held_recipient = ""
         self._add_text(text)
 
     def _check_head(self) -> None:
-        """Begin a message if the text read as a head cannot be one, or is too long."""
+        """Begin a message early if the current head is invalid or too long.
+
+        A head without tags is invalid if it has text other than a recipient. All its
+        text then becomes text of the message.
+        """
         if not (self._has_tags or _BARE_HEAD.fullmatch(self._head)):
             text = self._head
             self._head = ""
@@ -203,7 +208,7 @@ class HarmonyParser(ReasoningParser):
             self._begin_message()
 
     def _end_head(self) -> None:
-        """End a head that lacks <|message|>. Emit text that cannot belong to a head."""
+        """End a head that lacks <|message|>. Emit text that is no part of a head."""
         text = _HEAD_SYNTAX.sub("", self._head).strip()
         is_head_word = any(word.startswith(text) for word in _HEAD_WORDS)
         if text and not (self._has_tags and is_head_word):
@@ -211,7 +216,7 @@ class HarmonyParser(ReasoningParser):
             self._end_message()
 
     def _begin_message(self, *, is_complete: bool = False) -> None:
-        """Begin the message of the current head.
+        """Begin the message that the current head introduces.
 
         Unexpected text in the head is emitted as text of the message.
 
@@ -264,10 +269,11 @@ class HarmonyParser(ReasoningParser):
 def messages_for_gpt_oss(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation in the form that gpt-oss's chat template accepts.
 
-    The template accepts one system message at a time, and one call per turn, followed
-    by the result of that call. So consecutive system messages are joined, and turns
-    with several calls are split. If a turn has reasoning, text and a call, its text is
-    appended to the reasoning with the tags that the model wrote between them.
+    The template accepts no consecutive system messages, and only one call per turn,
+    followed by the result of this call. So consecutive system messages are joined, and
+    turns with several calls are split. If a turn has reasoning, text and a call, the
+    text is appended to the reasoning, after the tags that the model writes between the
+    two.
     """
     # Each group is a turn, followed by the results of the turn's calls.
     groups: list[list[dict[str, Any]]] = [[]]

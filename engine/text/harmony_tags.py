@@ -1,7 +1,7 @@
 """The characters that represent the tag tokens of the harmony format.
 
-An answer may contain a tag's spelling as plain text, which is not a tag. So each tag
-token is represented by a lone surrogate, a character that no text contains.
+An answer may contain the spelling of a tag as plain text. To keep this text distinct
+from a tag, a lone surrogate represents each tag token. No text contains surrogates.
 """
 
 START = "\ud800"

@@ -1,9 +1,9 @@
 """Separates a model's reasoning, <think>...</think>, from its answer. Pure, no I/O.
 
-Reasoning ends at </think>. If </think> never comes, reasoning ends at the first tool
-call, because a model may call a tool without closing its reasoning. But if </think>
-comes after the call, the call belongs to the reasoning. So the text from the first call
-on is held back until </think> or the end of the output.
+Reasoning ends at </think>. If the output has no </think>, reasoning ends at the first
+tool call, because a model may call a tool without closing its reasoning. But if
+</think> follows the call, the call belongs to the reasoning. So text from the first
+call on is held back until </think> or the end of the output.
 
 A chat template may write <think> itself, or <think></think> for a model that should not
 reason. The prompt then ends with <think> or </think>. White space around the reasoning
@@ -28,8 +28,9 @@ ReasoningStart = Literal["open", "perhaps", "harmony"]
 OPEN = "<think>"
 CLOSE = "</think>"
 SPECIAL_TAGS = (OPEN, CLOSE)
-_TAIL_TOKENS = 16  # how many tokens at a prompt's end are decoded to find a final tag
-# How an output starts if the prompt ends with neither tag, by --reasoning-parser.
+_TAIL_TOKENS = 16  # number of tokens at a prompt's end that may contain a final tag
+# The start of an output if the prompt does not end with <think> or </think>, by the
+# value of --reasoning-parser.
 _DEFAULT_STARTS: Final[dict[str, ReasoningStart]] = {
     "deepseek_r1": "open",
     "qwen3": "perhaps",
@@ -80,6 +81,7 @@ class ReasoningParser:
 
     Attributes:
         is_over: whether the reasoning has ended, so that all later text is the answer.
+            In a harmony answer: whether a message other than reasoning has begun.
         is_inside: whether the reasoning has begun, with or without <think>; stays true
             when it has ended. In a harmony answer: whether the current message is
             reasoning.
@@ -138,7 +140,7 @@ class ReasoningParser:
         return (reasoning, text) if self.is_over else (reasoning, "")
 
     def finish(self, *, is_truncated: bool = False) -> tuple[str, str]:
-        """Return the reasoning and the answer that the text held back contains.
+        """Divide the text held back into reasoning and answer, and return both.
 
         Call this once, when the output has ended.
 
@@ -164,8 +166,8 @@ class ReasoningParser:
         """Read text within the reasoning.
 
         Returns:
-            The text that belongs to the reasoning, whether </think> came, and the text
-            after </think>.
+            The text that belongs to the reasoning, whether </think> was found, and the
+            text after </think>.
         """
         close = text.find(CLOSE)
         call, is_call = self._openings.find(text)
@@ -182,8 +184,8 @@ class ReasoningParser:
         """Hold back text from the beginning of a call on, until </think>.
 
         Returns:
-            The same values as `_read_reasoning`: the text held back belongs to the
-            reasoning once </think> follows.
+            The same values as `_read_reasoning`. If </think> was found, all text held
+            back belongs to the reasoning.
         """
         self._held.append(text)
         recent = self._held_end + text
@@ -198,8 +200,8 @@ class ReasoningParser:
         """Read text before the reasoning, and decide whether the reasoning begins.
 
         Returns:
-            The text after <think>, or the text of an output without <think>. "" while
-            `text` may still be an incomplete <think>.
+            The text after <think>, or all text if the output does not begin with
+            <think>. "" while the text may still be an incomplete <think>.
         """
         bare = text.lstrip()
         self._blanks.append(text[: len(text) - len(bare)])

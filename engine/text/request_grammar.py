@@ -1,4 +1,4 @@
-"""Extends a request's grammar by the reasoning and calls that an answer may have."""
+"""Extends a request's grammar to allow reasoning and tool calls in the answer."""
 
 import msgspec
 
@@ -23,12 +23,12 @@ def answer_grammar(
 ) -> Grammar | None:
     """Return the grammar that an answer's tokens must follow; None: all are allowed.
 
-    The result is `grammar` with the reasoning that may come first, the tool calls that
-    may come instead of the text, and the request's allowed tokens and banned words.
+    The result extends `grammar` by the reasoning that may precede the text, the tool
+    calls that may replace the text, and the request's allowed tokens and banned words.
 
     Args:
         grammar: the grammar of the answer's text, or None.
-        prompt_ids: the prompt, which may already begin the answer.
+        prompt_ids: the prompt, which may already contain the beginning of the answer.
     """
     if grammar is not None:
         start = reasoning_start(settings, parsed, prompt_ids, tokenizer)
@@ -52,11 +52,10 @@ def answer_grammar(
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Return the token ids of a word at the start of a text, and after a space.
+    """Return the token ids of a banned word at the start of a text, and after a space.
 
-    As in vLLM, the spelling after a space is returned only if it has as many tokens as
-    the spelling at the start, and a different first token. Other spellings after a
-    space are not banned.
+    As in vLLM, the spelling after a space is banned only if it has as many tokens as
+    the spelling at the start, and a different first token.
     """
     bare_word = word.lstrip()
     at_start = tuple(tokenizer.encode(bare_word, add_special_tokens=False))

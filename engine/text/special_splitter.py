@@ -12,10 +12,10 @@ that could become a control token:
 A normalizer deletes the markers. It runs after special tokens have been found and
 before all other steps of tokenizing.
 
-So the template's own tokens are found as usual, including the spaces around them that
-some tokens absorb. The text between these tokens is tokenized in one piece, as without
-markers. A prompt without markers is tokenized as usual. The marker is random, so no
-message contains it.
+So the template's own tokens are found as usual, and some of them absorb the spaces
+around them as usual. The text between these tokens is tokenized in one piece, as if it
+had no markers. A prompt without markers is tokenized as usual. The marker is random, so
+no message contains it.
 
 Control tokens are the special tokens, and other tokens that the chat template names.
 For example, Qwen's `<tool_call>` is a control token, although it is not `special`. One
@@ -24,13 +24,14 @@ of two rules decides where a text is marked:
 - The strict rule is for messages of users and tools, arguments of tool calls, and names
   and definitions of tools. A marker follows the first character of each complete
   control token. A marker also follows each sign (not a letter, digit or space) with
-  which any control token begins, unless a token that is not a control token begins
-  there. So a control token that begins with a sign cannot arise if a template removes a
-  part of a message or joins two messages.
+  which any control token begins. Only signs at which an added token that is not a
+  control token begins get no marker. So a control token that begins with a sign cannot
+  arise if a template removes a part of a message or joins two messages.
 - The lenient rule is for system messages and the assistant's previous turns. A marker
   follows the first character of each complete control token. Tags that are not special,
   such as `</think>` and `<tool_call>`, are not marked and stay tokens. Templates search
-  messages for these tags, and the tags were written by the model or for it.
+  messages for these tags. In these messages, the model itself or the author of the
+  system message wrote the tags.
 """
 
 import re
@@ -58,16 +59,16 @@ _MATCHES_NOTHING = r"(?!)"
 _FULLWIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
 # Roles with untrusted text, which must not become control tokens.
 _STRICT_ROLES = ("user", "tool")
-# Members of a message that are always marked strictly, whatever the message's role.
+# Members of a message that are marked by the strict rule in messages of every role.
 _STRICT_MEMBERS = ("tool_calls", "name")
-# The most control tokens that the self-test puts into each message.
+# Maximum number of control tokens that the self-test puts into each message.
 _MAX_PROBED_TOKENS = 64
 _TOOL_CALL = {
     "id": "a",
     "type": "function",
     "function": {"name": "f", "arguments": {"x": "{}"}},
 }
-# The conversations of the self-test. Control tokens replace each "{}".
+# The conversations of the self-test. A text with control tokens replaces each "{}".
 _PROBES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "{}"}],
     [{"role": "system", "content": "{}"}, {"role": "user", "content": "{}"}],
@@ -121,9 +122,9 @@ class SpecialTokenSplitter:
     Threads may share a splitter.
 
     Attributes:
-        unprotected: control tokens that text can become in spite of the markers. Such
-            tokens are also in the vocabulary of the tokenizer's model, or the
-            tokenizer's normalizer turns different text into them.
+        unprotected: control tokens that text can become in spite of the markers. For
+            example, a token is unprotected if it is also in the vocabulary of the
+            tokenizer's model, or if the normalizer turns different text into the token.
         writes_control_tokens: whether the template writes control tokens around
             messages.
     """
@@ -134,7 +135,7 @@ class SpecialTokenSplitter:
         self._template = tokenizer.chat_template
         letters = (secrets.choice(_MARKER_CHARS) for _ in range(_MARKER_LENGTH))
         self._marker = "".join(letters)
-        # The marker as it is spelled if the template writes a text as JSON in ASCII.
+        # The spelling of the marker if the template writes JSON with ASCII escapes.
         self._escaped_marker = self._marker.encode("ascii", "backslashreplace").decode()
         added = tokenizer.added_tokens()
         special = {
@@ -150,7 +151,7 @@ class SpecialTokenSplitter:
             controls - (model_tags - special) - {*SPECIAL_TAGS}
         )
         self._control_ids = {tokenizer.id_of(text) for text in controls}
-        # Finds special tokens in a marked text, then deletes the markers.
+        # This copy finds special tokens in a marked text, then deletes the markers.
         self._marker_tokenizer = tokenizer.with_marker_deleted(
             self._marker, self._strict.texts
         )
@@ -158,7 +159,7 @@ class SpecialTokenSplitter:
         self.writes_control_tokens = self._has_control_tokens_in_turns()
 
     def mark_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return copies of the messages with markers, by the rule of each message."""
+        """Return copies of the messages, marked by the strict or the lenient rule."""
         return [self._mark_message(message) for message in messages]
 
     def mark_tools(self, tools: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -170,7 +171,7 @@ class SpecialTokenSplitter:
 
         Marked text does not become control tokens. The markers are deleted.
         """
-        if self._escaped_marker in prompt:  # the template has written JSON in ASCII
+        if self._escaped_marker in prompt:  # the template wrote JSON with ASCII escapes
             prompt = prompt.replace(self._escaped_marker, self._marker)
         if self._marker not in prompt:
             return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -184,13 +185,13 @@ class SpecialTokenSplitter:
         return text.replace(self._escaped_marker, "").replace(self._marker, "")
 
     def find_problem(self) -> str | None:
-        """Return why markers do not work with this tokenizer and template.
+        """Test whether markers work with this tokenizer and template.
 
         The self-test renders and tokenizes the conversations in _PROBES, with and
         without markers.
 
         Returns:
-            None if markers work.
+            The reason why markers do not work; None if they work.
         """
         for probe in _PROBES:
             rule = self._rule_of(probe[0])
@@ -218,8 +219,8 @@ class SpecialTokenSplitter:
     def _mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the message with markers.
 
-        The members in _STRICT_MEMBERS are marked by the strict rule, all others by the
-        rule of the message's role.
+        The members in _STRICT_MEMBERS are marked by the strict rule, all other members
+        by the rule for the message's role.
         """
         rule = self._rule_of(message)
         marked: dict[str, Any] = {}
@@ -276,12 +277,13 @@ class SpecialTokenSplitter:
     def _has_control_tokens_in_turns(self) -> bool:
         """Whether the template writes control tokens around messages.
 
-        It does if three turns have more control tokens than one turn.
+        In this case, a prompt of three turns has more control tokens than a prompt of
+        one turn.
         """
         one_turn = self._render(_filled(_PROBES[0], "a"))
         three_turns = self._render(_filled(_PROBES[2], "a"))
         if one_turn is None or three_turns is None:
-            return True  # the test is not possible, so `create_splitter` logs nothing
+            return True  # unknown; True keeps `create_splitter` from logging a message
         return self._num_controls(three_turns) > self._num_controls(one_turn)
 
     def _num_controls(self, prompt: str) -> int:
@@ -311,11 +313,11 @@ class _MarkingRule:
 
     Args:
         texts: the control tokens.
-        others: None for the lenient rule, which marks complete control tokens. For the
-            strict rule, the added tokens that are not control tokens, such as `<table>`
-            in some vocabularies. The strict rule also marks each sign (not a letter,
-            digit or space) with which any control token begins, unless one of `others`
-            begins at that sign.
+        others: None for the lenient rule, which marks only complete control tokens. For
+            the strict rule, the added tokens that are not control tokens, such as
+            `<table>` in some vocabularies. The strict rule also marks each sign (not a
+            letter, digit or space) with which any control token begins, unless one of
+            `others` begins at that sign.
     """
 
     def __init__(
@@ -336,7 +338,7 @@ class _MarkingRule:
     def mark(self, text: str, marker: str) -> str:
         """Return the text with a marker at each position that the rule selects.
 
-        A marker comes after the first character of a possible control token.
+        A marker is inserted after the first character of a possible control token.
         """
         cuts = [0]
         match = self._begin.search(text)
@@ -353,7 +355,8 @@ def _pattern(texts: Iterable[str]) -> str:
     """Return a regular expression that matches where any of `texts` begins.
 
     There may be thousands of texts, so the expression is a tree of their common
-    prefixes. A text that begins with another of the texts is left out.
+    prefixes. A text that begins with another of the texts is left out, because the
+    shorter text already matches there.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -385,7 +388,10 @@ def _is_named(text: str, source: str) -> bool:
 
 
 def _can_hold_marker(text: str) -> bool:
-    """Whether a token has at least two characters, so that a marker can be inserted."""
+    """Whether a token has two characters, so that a marker fits between them.
+
+    White space around the token does not count.
+    """
     return len(text.strip()) > 1
 
 

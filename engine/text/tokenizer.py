@@ -24,11 +24,11 @@ from protocol.openai.requests import refuse
 from protocol.openai.responses import TokenText
 from protocol.short_repr import short_repr
 
-# The argument `chat_template` for callers that render no chats. Such callers need no
-# template, and the model's own template may be broken.
+# An empty template file, for the argument `chat_template` of callers that render no
+# chats. It replaces the model's own template, which may be broken.
 NO_TEMPLATE = Path(os.devnull)
-# `decode_all` releases the GIL only for more ids than this. Decoding this many takes a
-# millisecond.
+# `decode_all` releases the GIL only for more ids than this. Decoding this many ids
+# takes a millisecond.
 _MAX_INLINE_IDS = 2048
 _SPECIAL_NAMES = [
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -63,13 +63,16 @@ class Tokenizer:
             "eos_token".
         special_ids: the ids of all special tokens.
         vocab_size: the number of tokens in the vocabulary, including added tokens.
-        longest_token_chars: an upper bound of the characters in a token's text.
-        token_bytes: the bytes of every id, if the vocabulary is byte-level; else None.
+        longest_token_chars: an upper bound of the number of characters in a token's
+            text.
+        token_bytes: the bytes of each token, by id; None if the vocabulary is not
+            byte-level.
         eos_ids: the ids of the tokens that end a generation.
         unknown_eos_ids: ids of end tokens in the model's files that the model cannot
             generate, because it has no logits for them.
         chat_template: the model's chat template, or None.
-        digest: a hash of the files and the chat template, on which token ids depend.
+        digest: a hash of everything that determines the token ids of a prompt: the
+            tokenizer's files and the chat template.
     """
 
     def __init__(
@@ -104,8 +107,9 @@ class Tokenizer:
         self.unknown_eos_ids = tuple(i for i in end_ids if i not in self.eos_ids)
         self.chat_template = find_chat_template(folder, config, chat_template)
         self.digest = _compute_digest(folder, self.chat_template)
-        # For `_token_raw`: one id, of a token that has the same text at any position.
-        # Empty if the vocabulary is byte-level, which needs no such token.
+        # The id of a token that has the same text at any position; see `_token_raw`.
+        # Empty if the vocabulary is byte-level, because `_token_raw` then needs no
+        # such token.
         self._anchor_ids: list[int] = []
         if self.token_bytes is None:
             plain_ids = (
@@ -144,8 +148,8 @@ class Tokenizer:
 
         Args:
             tokens: added tokens that the copy must find before the normalizer runs. The
-                original finds an added token with `normalized=True` only after its
-                normalizer has run.
+                original tokenizer finds an added token with `normalized=True` only
+                after the normalizer has run.
         """
         inner = self._tokenizer
         tokens_by_id = sorted(inner.get_added_tokens_decoder().items())
@@ -172,10 +176,12 @@ class Tokenizer:
     def _copy_through_json(
         self, added: Sequence[tokenizers.AddedToken]
     ) -> tokenizers.Tokenizer:
-        """Return a copy made through JSON, which keeps gaps between added ids.
+        """Return a copy of the tokenizer, made through JSON.
+
+        JSON keeps gaps between the ids of added tokens.
 
         Args:
-            added: the added tokens, with the `normalized` that the copy gets.
+            added: the added tokens, with the values of `normalized` for the copy.
         """
         tokenizer_json = json.loads(self.to_json())
         normalized = {token.content: token.normalized for token in added}
@@ -193,10 +199,10 @@ class Tokenizer:
         """Return a lower bound of the number of tokens in a text that is far too long.
 
         Returns 0 unless the text certainly has more than `limit` tokens. Tokenizing a
-        text as a whole takes hundreds of times the text's memory. So the text is
+        complete text takes hundreds of times the text's memory. So the text is
         tokenized piece by piece, until the pieces have more than twice `limit` tokens.
-        Half of their tokens is the result: a token of the text may extend over the
-        border of two pieces, so the pieces may have more tokens than the text.
+        The result is half of this number. The pieces may have more tokens than the
+        text, because a token of the text may extend over the border of two pieces.
 
         Args:
             on_piece: called before each piece. It may raise an exception to stop.
@@ -215,7 +221,7 @@ class Tokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, including the names of special tokens."""
+        """Return the text of `token_ids`, including the text of special tokens."""
         if len(token_ids) > _MAX_INLINE_IDS:  # the batch function releases the GIL
             return str(
                 self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0]
@@ -265,9 +271,9 @@ class Tokenizer:
     def _token_text(self, token_id: int) -> TokenText:
         """Return the text of a single token, as responses show it.
 
-        A special token is shown by its name. A token with an incomplete character is
-        shown as `bytes:\\xe2\\x82`, as in OpenAI's API, so that different tokens have
-        different texts.
+        A special token is shown by its text, such as `<|im_end|>`. A token with an
+        incomplete character is shown as `bytes:\\xe2\\x82`, as in OpenAI's API, so that
+        different tokens have different texts.
         """
         raw = self._token_raw(token_id)
         try:
@@ -292,8 +298,8 @@ class Tokenizer:
     def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
         """Return the ids that end a generation.
 
-        The ids come from generation_config.json; if it has none, from config.json; if
-        that has none either, from the tokenizer.
+        The first source that has such ids is used: generation_config.json, then
+        config.json, then the tokenizer.
 
         Raises:
             TokenizerNotFound: the value in a file is not a token id or a list of ids.
@@ -363,7 +369,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """Return config.json's `vocab_size`, the number of the model's logits, or None."""
+    """Return the number of the model's logits, `vocab_size` in config.json, or None."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):  # multimodal models have this object
@@ -412,8 +418,8 @@ def _byte_level_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     """Return the bytes of every id if the decoder is byte-level, else None.
 
     A byte-level vocabulary spells a printable byte as the character with the same code,
-    and any other byte as a character from U+0100 on. An added token is spelled as its
-    text: its bytes are the text in UTF-8.
+    and any other byte as a character from U+0100 on. The spelling of an added token is
+    the token's text, so the token's bytes are this text in UTF-8.
     """
     if type(tokenizer.decoder) is not tokenizers.decoders.ByteLevel:
         return None

@@ -28,7 +28,7 @@ def parse_call(text: str) -> tuple[str | None, str]:
     try:
         call = exact_json.loads(text)
         name = call["name"]
-        # Some models write the arguments as a JSON string, or null if there are none.
+        # Some models write the arguments as a JSON string, or null for no arguments.
         value = call.get("arguments", call.get("parameters")) or {}
         if isinstance(value, str):
             arguments = value.strip()
@@ -65,12 +65,12 @@ def python_arguments_to_json(text: str) -> str | None:
         text: the text after the call's opening bracket.
 
     Returns:
-        The arguments as a JSON object. None unless the text completes a call that has
-        only keyword arguments with literal values.
+        The arguments as a JSON object. None if the text does not complete a call, or if
+        the call has arguments other than keyword arguments with literal values.
     """
     try:
         with warnings.catch_warnings():
-            # Python warns about some syntax. The model has written this text, so such
+            # Python warns about some syntax. The text comes from the model, so these
             # warnings do not belong in the server's log.
             warnings.simplefilter("ignore")
             call = _JsonConstants().visit(ast.parse("f(" + text, mode="eval").body)

@@ -10,8 +10,8 @@ from engine.text.tool_calls.registry import MODEL_FORMATS
 from protocol.openai.tools import Tools
 from protocol.settings.options import ToolSyntax
 
-# The most characters from a call's first tag through the tool's name, including white
-# space.
+# Maximum number of characters from a call's first tag through the tool's name,
+# including white space.
 _MAX_OPENING_CHARS: Final = 512
 
 
@@ -38,8 +38,8 @@ def call_beginnings(
 ) -> tuple[str | int, ...]:
     """Return the possible beginnings of an answer that calls tools.
 
-    The result is empty unless the model may choose whether to call a tool. Each
-    beginning is a text, or the id of a special token.
+    Each beginning is a text, or the id of a special token. The result is empty if
+    `tools.mode` is not "auto".
     """
     if tools.mode != "auto":
         return ()
@@ -64,8 +64,8 @@ def _for_each_tool(patterns: tuple[str, ...], tools: Tools) -> tuple[str, ...]:
 class CallOpenings:
     """Finds the beginning of a call to an offered tool within text.
 
-    Only calls that begin with a tag are found, and only if the model may choose whether
-    to call a tool.
+    Only calls that begin with a tag are found. No calls are found if `tools.mode` is
+    not "auto".
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Adds tools to the messages of a chat.
 
-A chat template that uses the variable `tools` describes the tools itself. For a
-template that does not, a system message describes the tools, and asks for calls in a
-format that engine/text/tool_parser.py reads.
+A chat template that uses the variable `tools` describes the tools itself. For any other
+template, this module adds a system message that describes the tools. The message asks
+the model for calls in a format that engine/text/tool_parser.py can parse.
 """
 
 import json
@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.text.tool_formats import tool_syntax
 from protocol.openai.tools import Tools
 
-# Instructions for the model, by the mode of `Tools`.
+# Instructions to the model on how to call a tool, by `Tools.mode`.
 _HOW_TO_CALL = {
     "auto": "To call a tool, answer with\n{call}\nand nothing else. "
     "Call one only where it helps to answer.",
@@ -26,8 +26,8 @@ _DEFAULT_CALL = (
     '<tool_call>{"name": <its name>, "arguments": <an object of its parameters>}'
     "</tool_call>"
 )
-# Examples of calls, by format, for models that have learned to call tools although
-# their templates do not use `tools`.
+# Examples of calls, by the name of the format. They are for models that were trained to
+# call tools, although the models' templates do not use `tools`.
 _LEARNED_CALLS = {
     "llama3_json": '{"name": <its name>, "parameters": <an object of its parameters>}',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><its name><｜tool▁sep｜>"
@@ -81,7 +81,7 @@ def _describe(tools: Tools, call: str) -> str:
 
 
 def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message with the tool calls as text in `content`."""
+    """Return a copy of a message with its `tool_calls` written as text in `content`."""
     calls = message.get("tool_calls")
     if not calls:
         return message

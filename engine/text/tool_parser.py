@@ -2,7 +2,7 @@
 
     text pieces -> ToolParser -> content (text that is not a call) and ToolCallPieces
 
-engine/text/tool_calls/ has the formats.
+The formats of calls are in engine/text/tool_calls/.
 
 JSON arguments that follow the tool's name are emitted piece by piece, as the model
 writes them. All other arguments are emitted when the call, or a parameter of the call,
@@ -39,8 +39,8 @@ def create_tool_parser(
         return None
     model_format = MODEL_FORMATS[tool_syntax(option, template)]
     format_class = FORCED_CALL_FORMATS.get(tools.mode, model_format)
-    # The chat template gets the ids of all calls in the next turn, so even forced calls
-    # have ids in the model's own format.
+    # In the next turn, the chat template receives the ids of all calls. So even the ids
+    # of forced calls have the form that the model's own format requires.
     has_short_ids = model_format.has_short_ids
     return ToolParser(tools, format_class, has_short_ids, answer_id)
 
@@ -68,15 +68,16 @@ class ToolParser:
 
     @property
     def num_calls(self) -> int:
-        """How many calls the model has begun.
+        """Number of calls that the model has begun.
 
-        Calls that the client does not receive count, too: see `Tools.is_parallel`.
+        This includes calls that the client does not receive, because
+        `Tools.is_parallel` is false.
         """
         return self._answer.num_calls
 
     @property
     def has_complete_calls(self) -> bool:
-        """Whether the client receives calls, all with complete arguments."""
+        """Whether the client receives calls, and all of them are complete."""
         return self._format.has_complete_calls
 
     def feed(self, text: str) -> Parsed:
@@ -93,9 +94,10 @@ class ToolParser:
         return Parsed("".join(contents), calls)
 
     def finish(self) -> Parsed:
-        """Return what the text held back adds to the answer, which has ended.
+        """Return the content and the pieces of calls in the text held back.
 
-        A call that was cut off after the tool's name is still a call.
+        Call this once, when the answer has ended. A call that was cut off after the
+        tool's name is still a call.
         """
         answer = self._answer
         answer.parsed = Parsed()

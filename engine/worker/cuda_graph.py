@@ -1,17 +1,18 @@
 """Runs steps as CUDA graphs, so that the device does not wait for the host.
 
-A decode step of a small batch launches hundreds of short kernels. It is captured as one
-graph for each padded number of sequences; all graphs share one memory pool. A graph
-reads its inputs from fixed buffers: token ids and positions here, block tables in the
-attention backend, and the tokens of the previous step in `LastSampledTokens`. The graph
-also writes its own greedy draws to `LastSampledTokens`. Padding rows read and write the
-null block, and their outputs are dropped.
+A decode step of a small batch launches hundreds of short kernels. Decode steps are
+therefore captured, as one graph for each padded number of sequences. All graphs share
+one memory pool. A graph reads its inputs from fixed buffers: token ids and positions
+from buffers of `DecodeGraphs`, block tables from buffers of the attention backend, and
+the tokens of the previous step from `LastSampledTokens`. The graph also writes its own
+greedy draws to `LastSampledTokens`. Padding rows read and write the null block, and
+their outputs are dropped.
 
-Small steps with prompt tokens would also wait for the host, up to 19 ms with an 8B
-model. With graphs, such a step of 128 tokens takes 6.6 ms on an H200. The division of
-attention into kernels depends on the sequences, so graphs do not contain attention: one
-graph ends where a layer queries the backend, and the next graph begins with the
-backend's answer.
+Without graphs, small steps with prompt tokens would also wait for the host, up to 19 ms
+with an 8B model. With graphs, a step of 128 prompt tokens takes 6.6 ms on an H200. The
+kernels that compute attention depend on the sequences of the step, so these graphs do
+not contain attention. One graph ends where a layer calls the attention backend, and the
+next graph begins with the backend's output.
 """
 
 import logging
@@ -34,8 +35,9 @@ from model.decoder import StateCapture, StepModel
 logger = logging.getLogger("baton.engine")
 
 # Numbers of tokens for which prompt steps are captured. A step between two sizes is
-# padded, which costs little compared to reading weights. Steps of more than 768 tokens
-# take longer on the device than on the host, so graphs would gain nothing.
+# padded, which costs little compared to reading weights. The device takes longer to run
+# a step of more than 768 tokens than the host takes to launch it, so graphs would gain
+# nothing.
 _PROMPT_SIZES: Final = (16, 32, 64, 96, *range(128, 512, 64), *range(512, 769, 128))
 # Numbers of rows for which cuBLASLt is faster than cuBLAS, as measured on an H200.
 _CUBLASLT_ROWS: Final = range(32, 193)
@@ -73,8 +75,8 @@ class LogitsOutput:
         greedy_ids: int64 [rows], the likeliest token of each row. In a graph, this is a
             view of LastSampledTokens.token_ids. None if not computed yet.
         scores: the logprobs of prompt tokens.
-        states: the hidden states of each token of the step that a drafter needs; see
-            StateCapture. None if there is no such drafter.
+        states: the hidden states that a drafter needs, for each token of the step; see
+            StateCapture. None if no drafter reads hidden states.
     """
 
     raw_logits: torch.Tensor
@@ -311,7 +313,8 @@ class PromptGraphs:
         return self._hidden[size][:num_tokens]
 
     def _run_pieces(self, size: int, pool: Any) -> list[_Piece]:
-        """Captures the pieces of a step in a memory pool; without a pool, runs them."""
+        """Captures the pieces of a step, with memory from `pool`. If `pool` is None,
+        runs the pieces instead."""
         token_ids, positions = self._inputs[:, :size]
         queries = self._model.attention_queries(
             token_ids,

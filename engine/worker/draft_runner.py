@@ -3,7 +3,7 @@ and its steps.
 
 The draft model runs in the process, on the device and on the stream of the model that
 the engine serves. Its steps are ordinary steps that draw tokens without logprobs,
-penalties and masks. Its pool follows engine/speculation/draft_kv.py.
+penalties or masks. engine/speculation/draft_kv.py describes its pool.
 """
 
 import logging
@@ -31,14 +31,14 @@ from model.parallel import Parallel
 
 logger = logging.getLogger("baton.engine")
 
-# Target duration of the prompt tokens that the draft model computes in a round, if
-# steps have no target.
+# Target duration for the prompt tokens that the draft model computes in one round, if
+# the engine has no target duration for steps.
 _MAX_CATCH_UP_S = 0.025
 
 
 class DraftRunner(ModelRunner):
-    """The draft model of one rank. The constructor loads the weights, and makes this
-    object the `draft` of the rank's runner.
+    """The draft model of one rank. The constructor loads the weights, and sets
+    `target.draft` to this object.
 
     Args:
         target: the runner of the model that the engine serves.
@@ -53,7 +53,8 @@ class DraftRunner(ModelRunner):
         report: Callable[[str], None] = lambda text: None,
         load_weights: LoadModel = load,
     ) -> None:
-        # All ranks share the heads, even if some of them also share tokens (--dcp).
+        # The heads of the draft model are divided among all ranks, even with --dcp,
+        # which divides the tokens of the engine's model among some of the ranks.
         target_parallel = target.model.parallel
         parallel = Parallel(
             target_parallel.rank, target_parallel.size, target_parallel.group
@@ -67,9 +68,10 @@ class DraftRunner(ModelRunner):
                 device=target.device,
                 load_weights=load_weights,
             )
-        # All layers keep the KV of all tokens, also layers with a window.
+        # All layers keep the KV of all tokens, even layers with a window, so there is
+        # only one KV group.
         self.groups = ONE_GROUP
-        # No draft has penalties, so no rows of counts are needed.
+        # Draws of the draft model have no penalties, so the shaper needs no state rows.
         self.shaper = LogitShaper(draft.model_config.vocab_size, 0, self.device)
         self.step_watch = target.step_watch
         self._draft = draft
@@ -77,7 +79,7 @@ class DraftRunner(ModelRunner):
         target.draft = self
 
     def sizes(self, num_blocks: int) -> DraftPoolSizes:
-        """The blocks of the pool.
+        """The sizes of the draft model's pool, in blocks.
 
         Args:
             num_blocks: blocks of the engine's pool, including the null block.
@@ -91,7 +93,7 @@ class DraftRunner(ModelRunner):
         )
 
     def layout(self, num_blocks: int) -> KVLayout:
-        """The layout of this rank's pool.
+        """The layout of this rank's draft pool.
 
         Args:
             num_blocks: blocks of the engine's pool, including the null block.

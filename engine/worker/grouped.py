@@ -20,18 +20,19 @@ MakeBackend = Callable[
 
 
 class GroupedBackend(AttentionBackend):
-    """The backend of a model with several KV groups. A batch's block tables contain the
-    blocks of all groups, in turn; its slots are those of the first group.
+    """The backend of a model with several KV groups. In a batch, each block table
+    interleaves the blocks of all groups (see kvcache/groups.py), and the slots are
+    those of the first group.
 
     Layer n of the pool (a "pool layer") stores the KV of the n-th layer of every group.
 
     Args:
         group_layers: the model's layers in each group, in the order of the pool layers.
-        layers: how each of the model's layers attends.
-        make: makes the backend of a group. Its arguments are how each of the group's
-            pool layers attends, and the first group's backend, which can share its
-            workspace (None when the first group's backend is made).
-        sizes: arguments of AttentionBackend.
+        layers: the attention options of each of the model's layers.
+        make: makes the backend of a group. Its arguments are the attention options of
+            the group's pool layers, and the first group's backend, whose workspace the
+            new backend can use. The second argument is None for the first group.
+        sizes: further arguments of AttentionBackend.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class GroupedBackend(AttentionBackend):
         for group, members in enumerate(group_layers):
             for pool_layer, layer in enumerate(members):
                 self._pool_layers[layer] = (group, pool_layer)
-            # A group with fewer layers repeats its first layer for the unused pool
-            # layers.
+            # A group with fewer layers than the pool has the options of its first layer
+            # for the unused pool layers.
             padding = [members[0]] * (num_pool_layers - len(members))
             first_backend = self._backends[0] if self._backends else None
             attentions = [layers[layer] for layer in (*members, *padding)]
@@ -90,7 +91,7 @@ class GroupedBackend(AttentionBackend):
         ends = np.cumsum(query_lens, dtype=np.int64)
         starts = np.repeat(batch.context_lens - ends, query_lens)
         positions = np.arange(len(rows)) + starts
-        # The slots of padding are in the null block, which has the number 0.
+        # The slots of padding rows are in the null block, which has the number 0.
         slots = batch.slot_mapping % block_size
         blocks = tables[rows, positions // block_size].astype(np.int64)
         slots[: len(rows)] += blocks * block_size

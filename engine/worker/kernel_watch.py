@@ -1,8 +1,8 @@
 """Counts the GPU kernels that this process loads before the engine is ready, and logs
 each kernel that it loads later as an error.
 
-A kernel that is compiled while requests wait delays all of them for seconds. Every
-kernel that requests can need therefore runs once before a server is ready
+A kernel that is compiled while requests wait delays all these requests for seconds.
+Every kernel that requests can need therefore runs once before a server is ready
 (engine/worker/warm_up.py). The errors name the kernels that the warm-up missed.
 """
 
@@ -20,8 +20,8 @@ class KernelWatch:
     """Counts the kernels that one process loads.
 
     Attributes:
-        is_ready: whether the engine is ready, so that requests wait for kernels that
-            are loaded from now on.
+        is_ready: whether the engine is ready. Requests then wait for each kernel that
+            is loaded.
         num_at_start: kernels loaded before the engine was ready.
         num_late: kernels loaded after the engine was ready.
     """
@@ -56,8 +56,8 @@ def set_kernel_cache() -> None:
     folder that BATON_CACHE names.
 
     Must be called before Triton or FlashInfer is imported. Cached kernels never go
-    stale: Triton names a kernel by a digest of all that the kernel depends on,
-    FlashInfer by its own version and the GPU.
+    stale. Triton names a kernel by a digest of everything that the kernel depends on.
+    FlashInfer names a kernel by FlashInfer's version and the GPU.
     """
     # Without a home folder, the compilers choose their own folders or report an error.
     with contextlib.suppress(OSError):

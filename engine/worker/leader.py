@@ -1,5 +1,5 @@
-"""Rank 0 of an engine: builds the engine together with the other ranks, then runs its
-core."""
+"""Rank 0 of an engine: builds the engine together with the other ranks, then runs the
+engine core."""
 
 from collections.abc import Sequence
 from socket import socket

@@ -29,7 +29,7 @@ from protocol.settings.machine import free_host_bytes
 _STREAM_PRIORITY = -1  # a higher priority than CUDA's default, which is 0
 _REPORT_INTERVAL_S = 3.0
 
-# Loads the model of one rank to its device; `load` is one.
+# A function that loads the model of one rank to its device, such as `load`.
 LoadModel = Callable[
     [EngineConfig, ModelConfig, Parallel, torch.device, Callable[[str], None]],
     StepModel,
@@ -105,7 +105,8 @@ def load(
     Raises:
         MemoryTooSmall: the weights do not fit.
     """
-    # The memory of a CPU machine was checked before its ranks were started.
+    # On a CPU, the memory was checked before the ranks were started (check_weights in
+    # engine/geometry.py).
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         check_weights_fit(model_config, free_bytes, total_bytes, config, str(device))
@@ -142,7 +143,7 @@ class LoadProgress:
         report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Count by module: a quantised weight is stored as several tensors, and none of
+        # Count by module: a quantized weight is stored as several tensors, and none of
         # these tensors has the name of the weight.
         self._num_bytes: Counter[str] = Counter()
         for name, tensor in stored.items():
@@ -231,8 +232,9 @@ def check_weights_fit(
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Raises ValueError if this machine lacks the GPU of any rank. Every rank checks
-    all GPUs, because a single failed rank would make the other ranks wait.
+    """Raises ValueError if this machine lacks the GPU of any of its ranks. Every rank
+    checks the GPUs of all these ranks, so that all fail together: if one rank failed
+    alone, the others would wait for it.
     """
     if config.device != "cuda":
         return
@@ -251,8 +253,8 @@ def check_devices(config: EngineConfig) -> None:
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
-    """Returns the device of a rank. Makes a GPU, and a stream with a high priority,
-    current in this thread."""
+    """Returns the device of a rank. If it is a GPU, makes the GPU and a new stream with
+    a high priority current in this thread."""
     if config.device != "cuda":
         return torch.device(config.device)
     check_devices(config)

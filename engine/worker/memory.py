@@ -1,4 +1,4 @@
-"""Makes a rank's KV pool and attention backend, decides the size of the pool, and
+"""Makes the attention backend for a rank's KV pool, decides the size of the pool, and
 raises errors if the memory is too small. Measures the memory in use."""
 
 import logging
@@ -29,16 +29,17 @@ from model.decoder import StepModel
 
 logger = logging.getLogger("baton.engine")
 
-# By default, the pool of a CPU host takes this share of the memory that is free once
-# the weights are mapped. Another server, the page cache and activations need the rest.
+# By default, the KV pool of a rank on a CPU takes this share of the memory that is free
+# for the rank once the weights are mapped, up to _CPU_DEFAULT_MAX_BYTES. Other servers,
+# the page cache and activations need the rest.
 _CPU_FREE_SHARE = 0.2
 _CPU_DEFAULT_MAX_BYTES = 4 * 2**30
 _UTILIZATION = "--gpu-memory-utilization"
-# Bound of the GPU memory that one rank takes outside torch's allocator. One rank of an
-# H200 takes 0.7 GiB; the rest is for NCCL's buffers.
+# Upper bound of the GPU memory that one rank takes outside torch's allocator. A rank
+# takes 0.7 GiB on an H200. The rest of the bound is for NCCL's buffers.
 _MAX_OUTSIDE_TORCH_BYTES = 3 * 2**30
-# The least time between two measurements. The driver's answer takes 0.1 ms, and an
-# engine may collect its statistics many times per second.
+# Minimum time between two measurements of the memory in use. The driver takes 0.1 ms
+# for a measurement, and an engine may collect its statistics many times per second.
 _INTERVAL_S = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -123,7 +124,7 @@ def make_memory(
         Stripe(context.rank, context.size, config.block_size),
         context,
         pool,
-        # No layer has attention options, because check_parallelism (model/sizes.py)
+        # With --dcp, no layer has attention options: check_parallelism (model/sizes.py)
         # refuses models that need them.
         partial(make, layers=()),
         num_q_heads=spec.num_q_heads,
@@ -153,17 +154,18 @@ class GpuUse(NamedTuple):
 
 
 def kv_bytes(use: GpuUse, utilization: float, *, peak_bytes: int) -> int:
-    """Bytes of a GPU that this process's KV may take. The result is negative if the
-    weights and the largest step already exceed `utilization`.
+    """Bytes of GPU memory that this process's KV may take. The result is negative if
+    the weights and the largest step already exceed `utilization`.
 
     Args:
-        utilization: share of the GPU's memory that this process may take. Memory that
-            other processes have taken does not count, but is not available either.
+        utilization: share of the GPU's memory that this process may take. Memory
+            outside this process's torch allocator counts up to
+            _MAX_OUTSIDE_TORCH_BYTES.
         peak_bytes: the most memory that torch had allocated during the largest step,
             including the weights.
     """
-    # Contexts, kernels and NCCL's buffers. Those of other processes are included,
-    # because in some containers the driver does not report memory by process.
+    # CUDA contexts, kernels and NCCL's buffers, and all memory of other processes: in
+    # some containers the driver does not report memory by process.
     outside_torch = use.total - use.free - use.reserved
     counted_bytes = min(outside_torch, _MAX_OUTSIDE_TORCH_BYTES)
     allowed = int(use.total * utilization) - counted_bytes - peak_bytes
@@ -258,8 +260,9 @@ def max_sequence_tokens_in(
     """Tokens of the longest sequence that `num_blocks` blocks can hold. If a group has
     a window, only sequences of at most `max_len` tokens are considered.
 
-    In a KV group with a window, a sequence needs blocks for the window, for two steps,
-    and for the tokens that a prefill server retains for readers with larger blocks.
+    In a KV group with a window, a sequence needs blocks for the window, for the tokens
+    of two steps, and for the tokens that a prefill server retains for readers with
+    larger blocks.
     """
     return groups.max_tokens_in(
         num_blocks, max_len, _window_slack_tokens(config), config.tokens_per_block
@@ -267,8 +270,8 @@ def max_sequence_tokens_in(
 
 
 def _window_slack_tokens(config: EngineConfig) -> int:
-    """The number of tokens, in addition to the window, that a group with a window needs
-    blocks for."""
+    """Number of tokens in addition to the window for which a KV group with a window
+    needs blocks."""
     return 2 * config.max_num_batched_tokens + MAX_BLOCK_SIZE_TOKENS
 
 
@@ -288,11 +291,12 @@ def decide_max_model_len(
     groups: KVGroups = ONE_GROUP,
 ) -> int:
     """Returns the tokens of the longest sequence that all ranks can hold. Logs the size
-    of the pool. Warns if the pool limits sequences more than the options and the model
-    do.
+    of the pool. Warns if the pool allows only shorter sequences than the options and
+    the model.
 
     Args:
-        size: the size of the pool that this rank could hold on its own.
+        size: the size of the pool that this rank can hold, regardless of the other
+            ranks.
         num_blocks: the number of blocks of every rank's pool, including the null block.
         model_max_len: tokens of the longest sequence that the model's positions allow.
     """
@@ -324,8 +328,9 @@ def _decide_num_blocks(
     """The number of blocks without the null block, and the option or rule that decided
     it.
 
-    On a GPU the null block must also fit into the free memory, because an allocation
-    that exceeds the GPU's memory fails immediately.
+    On a GPU, the null block must also fit into the free memory, because all memory of
+    the pool is allocated at once. On a CPU, a page takes memory only after its first
+    write.
     """
     num_blocks = None
     option = ""
@@ -392,7 +397,7 @@ def _check_requested_pool(
 def options_of_step_memory(config: EngineConfig) -> str:
     """The options that determine how much memory a step takes, apart from weights and
     KV."""
-    # Ranks that share tokens gather the longest context in a scratch buffer.
+    # With --dcp, ranks gather the longest context in a scratch buffer.
     if config.dcp > 1:
         return "--max-num-batched-tokens, --max-num-seqs or --max-model-len"
     return "--max-num-batched-tokens or --max-num-seqs"
@@ -409,14 +414,14 @@ def _options_for_larger_pool(config: EngineConfig) -> str:
 
 
 class MemoryGauge:
-    """The memory of a GPU, or of this process and its machine.
+    """Measures the memory of a GPU, or of this process and its machine.
 
-    On a GPU, the memory in use includes that of other processes, because their memory
-    is missing, too. On the CPU it is the resident memory of this process, which
-    includes the mapped files of weights.
+    On a GPU, the memory in use includes that of other processes, because this process
+    cannot use it. On a CPU, the memory in use is the resident memory of this process,
+    which includes the mapped files of weights.
 
     Args:
-        device: the device of rank 0.
+        device: the device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:

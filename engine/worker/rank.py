@@ -34,9 +34,9 @@ from protocol.settings.machine import free_host_bytes
 
 
 class Rank:
-    """Loads the model, allocates as much KV as all ranks can hold, runs every kind of
-    step once (only on a GPU), and starts the rank's service. All ranks must be created
-    at the same time, because they wait for each other.
+    """Loads the model, allocates as many KV blocks as every rank can hold, runs every
+    kind of step once (only on a GPU), and starts the rank's KV service. All ranks must
+    be created at the same time, because they wait for each other.
 
     Args:
         report: called with a description of each slow part of the start, when that part
@@ -44,7 +44,8 @@ class Rank:
 
     Attributes:
         draft: the draft model of this rank; None if there is none.
-        pool_size: the size of the pool that this rank could hold on its own.
+        pool_size: the size of the KV pool that this rank can hold, regardless of the
+            other ranks.
         num_blocks: the number of blocks of every rank's pool, on which all ranks
             agreed.
         metadata: descriptions of all ranks, by rank.
@@ -61,8 +62,9 @@ class Rank:
         parallel = connect_ranks(config, rank, links)
         self.runner = ModelRunner(config, model_config, parallel, report)
         self.draft = load_draft(self.runner, report)
-        # The first collective waits one minute for rank 0. One node may take minutes
-        # longer than another to compile kernels and to read the weights.
+        # Wait here until every rank has loaded its model, because the first collective
+        # would wait only one minute for rank 0. One node may take minutes longer than
+        # another to compile kernels and to read the weights.
         links.agree(0, int, max)
         self._number = rank
         self._node_ranks = config.node_ranks
@@ -144,15 +146,15 @@ class Rank:
 
     @staticmethod
     def set_ready() -> None:
-        """Must be called just before the first request may arrive. From then on, loaded
-        kernels count as late, and garbage collection skips all objects that existed
-        before, because a scan of them would delay steps."""
+        """Must be called just before the first request may arrive. Each kernel that is
+        loaded afterwards counts as loaded late. Garbage collection skips all objects
+        that already exist, because scanning them would delay steps."""
         KERNELS.is_ready = True
         gc.freeze()
 
     def stats(self) -> dict[str, float]:
-        """Returns this rank's values by metric series (protocol.metrics): the kernels
-        that this process has loaded since `set_ready`, its memory, and its pulls by
+        """Returns this rank's values by metric series (protocol.metrics): the number of
+        kernels loaded since `set_ready`, the memory in use, and the pulls by
         transport."""
         return {
             "baton_kernels_loaded_late": float(KERNELS.num_late),
@@ -168,8 +170,8 @@ def measure_pool_size(
     draft: DraftRunner | None = None,
 ) -> PoolSize:
     """Returns the size of the largest pool that this rank can hold, or of the pool that
-    the options request. On a GPU, runs the largest step to measure its memory. The KV
-    of a draft model counts."""
+    the options request. On a GPU, runs the largest step to measure its memory. A block
+    includes the KV of the draft model, if there is one."""
     if config.device == "cuda":
         free_bytes = kv_budget_bytes(runner) - reserved_bytes(config)
     else:
@@ -199,5 +201,5 @@ def _share_metadata(links: RankLinks, metadata: RankMetadata) -> list[RankMetada
 
 
 def _host_of(config: EngineConfig) -> str:
-    """The address of this rank's host, for peers."""
+    """The address of this rank's host, which peers show in error messages."""
     return config.node_host or config.side_channel_advertise

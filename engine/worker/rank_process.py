@@ -38,13 +38,13 @@ def run_rank(
     """Runs a rank until a signal, the HTTP process or rank 0 stops it.
 
     Args:
-        sockets: rank 0 has one to the HTTP process and, after it, those to the other
-            ranks; other ranks have theirs to rank 0. See RankLinks.
-        shadow: compiles kernels for this rank; None: no process does.
+        sockets: on rank 0, the socket to the HTTP process, followed by the sockets to
+            the other ranks; on another rank, the sockets to rank 0. See RankLinks.
+        shadow: the process that compiles kernels for this rank; None if there is none.
 
     Returns:
-        The exit status of the process: 1 if the rank failed, after the reason was
-        reported.
+        The exit status of the process: 1 if the rank failed, else 0. The reason of a
+        failure has been reported.
     """
     if config.threads:
         torch.set_num_threads(config.threads)

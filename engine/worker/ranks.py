@@ -4,14 +4,15 @@ The sockets to ranks of other hosts are TCP connections, which engine/nodes has
 authenticated before this process started.
 
 During the start, the ranks agree on values: that all have started, the number of blocks
-that all can hold, and where each rank's KV is. Each rank sends its value to rank 0,
-which sends the combined value to all ranks. After the start, rank 0 sends steps. An
-empty message ends the other ranks.
+that all can hold, and the location of each rank's KV. Each rank sends its value to rank
+0, which sends the combined value to all ranks. After the start, rank 0 sends steps. An
+empty message makes the other ranks stop.
 
-No rank answers a step. Rank 0 takes part in every step, and the collectives of the
-forward pass synchronise all ranks. When a step has ended on rank 0, the KV of the step
-is written on all ranks, because the last layer adds up results that depend on this KV.
-If a rank dies, the engine ends, because the parent process watches every rank.
+The other ranks send no answer after a step. Rank 0 takes part in every step, and the
+collectives of the forward pass synchronize all ranks. When a step has ended on rank 0,
+the KV of the step is written on all ranks, because the last layer adds up results of
+all ranks that depend on this KV. If a rank dies, the engine ends, because the parent
+process watches every rank.
 """
 
 import os
@@ -60,7 +61,8 @@ class RankLinks:
     has one link, to rank 0.
 
     Args:
-        sockets: two for each link: one for this class and one for pulls.
+        sockets: two for each link, one after the other: one for this class, one for
+            pulls.
         timeout_s: longest time that rank 0 waits for another rank's value.
 
     Attributes:
@@ -108,8 +110,8 @@ class RankLinks:
             link.send_bytes(message)
 
     def run_steps(self, runner: ModelRunner) -> None:
-        """Executes the steps that rank 0 sends, until rank 0 sends an empty message.
-        As on rank 0, up to `runner.depth` launched steps are unfinished when the next
+        """Executes the steps that rank 0 sends, until rank 0 sends an empty message. As
+        on rank 0, up to `runner.depth` launched steps may be unfinished when the next
         step is received."""
         launched: deque[PendingStep] = deque()
         while data := self._receive():
@@ -128,8 +130,8 @@ class RankLinks:
     def _receive(self, index: int = 0, timeout_s: float | None = None) -> bytes:
         """Returns the next message of a link. Raises RankTimeout or RankLost.
 
-        Waits before it raises RankLost. The parent process then learns why the other
-        rank exited before this rank exits as well.
+        Waits before it raises RankLost, so that the parent process receives the cause
+        from the other rank before this rank exits as well.
         """
         link = self._links[index]
         peer = "rank 0" if self._rank else "a rank"
@@ -147,8 +149,8 @@ def connect_ranks(config: EngineConfig, rank: int, links: RankLinks) -> Parallel
     device: str = config.device
     if config.device == "cuda":
         device = f"cuda:{config.device_of(rank)}"
-    # Wait here until all ranks have started: the links wait ten minutes for them, but
-    # the process group waits only one minute.
+    # Wait until all ranks have started. The links wait ten minutes for a rank, but the
+    # process group below waits only one minute.
     links.agree(0, int, max)
     store = None
     interface = None
@@ -201,13 +203,15 @@ class RankExecutor:
             raise
 
     def measure_steps(self, target: StepTarget | None) -> StepTimes | None:
-        """Measures the durations of steps, if the engine has a target for them. Called
-        once, while no block is in use and the other ranks wait for steps."""
+        """Measures the durations of steps. Returns None if the engine has no target
+        duration for steps. Called once, while no block is in use and the other ranks
+        wait for steps."""
         return None if target is None else measure_steps(self._runner, self, target)
 
 
 def _launch(runner: ModelRunner, step: StepInput) -> PendingStep:
-    """Launches a step in the model that it is for."""
+    """Launches a step on the draft model if `step.is_draft`, else on the engine's
+    model."""
     if step.is_draft:
         assert runner.draft is not None, "a draft step without a draft model"
         runner = runner.draft
@@ -224,8 +228,9 @@ def raise_if_rank_lost(
     """Raises RankLost from `error` if another rank has exited or is exiting, because
     the exit has then caused the error.
 
-    Waits first until the other rank has exited, at most _TEARDOWN_TIMEOUT_S. The parent
-    process then learns why the other rank exited before the failed rank exits as well.
+    Before it raises, waits until the other rank has exited, at most
+    _TEARDOWN_TIMEOUT_S. The parent process then receives the cause from the other rank
+    before the failed rank exits as well.
 
     Args:
         error: the error that the failed rank raised.
@@ -249,7 +254,7 @@ def raise_if_rank_lost(
 
 def let_other_nodes_report() -> None:
     """Waits before this rank reports an error. If a rank on another node has caused the
-    error, its node reports the cause first."""
+    error, the other node reports the cause first."""
     time.sleep(_OTHER_NODES_DELAY_S)
 
 

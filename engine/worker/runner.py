@@ -64,7 +64,8 @@ class LaunchedStep:
         drawn: the drawn tokens; None if the step draws nothing, or has not drawn yet.
         params: sampling parameters of each draw.
         scores: the logprobs of prompt tokens.
-        draw: draws the tokens of a masked step; None for other steps.
+        draw: on rank 0, draws the tokens of a step with grammar masks, given these
+            masks; None for all other steps.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class LaunchedStep:
 
     def has_ended(self) -> bool:
         """Whether the device has finished the step. May be called from any thread. On a
-        CPU, the launch itself has computed the step."""
+        CPU it has, because the launch itself computes the step."""
         if self._device.type != "cuda":
             return True
         return self._end_event is not None and bool(self._end_event.query())
@@ -134,7 +135,8 @@ class ModelRunner:
 
     Args:
         report: called with descriptions of the progress.
-        device: the rank's device, if another runner has opened it; None to open it.
+        device: the rank's device, if another runner of this process has opened it;
+            None: the constructor opens it.
         load_weights: loads the model to the device.
 
     Attributes:
@@ -143,12 +145,14 @@ class ModelRunner:
         last_drawn: the tokens that the last launched step draws.
         step_watch: shows the transfer thread whether this rank is computing.
         captured_layers: the layers whose hidden states a drafter needs; see
-            StateCapture. To be set before `capture_graphs` and before the memory of
+            StateCapture. Must be set before `capture_graphs`, and before the memory of
             steps is measured.
-        captured_states: these states of each token of the last launched step, valid
-            until the next launch; None without `captured_layers`.
-        store_states: stores states of a step for a drafter: the captured states, rows
-            of the step, and a slot for each row. None without such a drafter.
+        captured_states: the hidden states of `captured_layers` for each token of the
+            last launched step, valid until the next launch; None if `captured_layers`
+            is empty.
+        store_states: a function that stores hidden states of a step for a drafter. Its
+            arguments are the captured states, the rows of the step to store, and a slot
+            for each row. None if no drafter reads hidden states.
     """
 
     memory: RankMemory
@@ -167,7 +171,8 @@ class ModelRunner:
         self.groups, _ = kv_groups(model_config)
         self.device = device or open_device(config, parallel.rank)
         vocab_size = model_config.vocab_size
-        # Of these rows, the warm-up needs one for each draw.
+        # The warm-up needs a state row for each draw of a step. Requests need fewer
+        # rows: one for each sequence.
         self.shaper = LogitShaper(vocab_size, config.max_step_rows, self.device)
         with compiling_kernels(config, model_config, self.device, report):
             self.model = load_weights(
@@ -227,7 +232,7 @@ class ModelRunner:
     ) -> RankMemory:
         """Makes a KV pool and its attention backend, without changing `memory`. For the
         arguments see `allocate`."""
-        # With several groups, all scales are 1 (check_scales in engine/geometry.py).
+        # With several KV groups, all scales are 1 (check_scales in engine/geometry.py).
         scales = self.config.scales if self.groups.count == 1 else ()
         pool = KVPool(
             self.layout(num_blocks),
@@ -241,8 +246,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Captures steps as CUDA graphs, unless --enforce-eager is set, or the device
-        or the attention backend does not support graphs.
+        """Captures decode steps and small prompt steps as CUDA graphs. Does nothing
+        with --enforce-eager, or if the device or the attention backend does not support
+        graphs.
         """
         if self.device.type != "cuda" or self.config.enforce_eager:
             return
@@ -377,7 +383,7 @@ class ModelRunner:
         batch: SamplingBatch | None,
         shaping: Shaping | None,
     ) -> SampledTokens:
-        """Draws a token for each row; without a batch, the likeliest token."""
+        """Draws a token for each row; if `batch` is None, the likeliest token."""
         if batch is not None:
             return self._share_draws(sample(computed.logits, batch, shaping))
         token_ids = computed.greedy_ids
@@ -425,8 +431,8 @@ class ModelRunner:
     def forward(
         self, memory: RankMemory, step: StepInput, rows: Int64s | None = None
     ) -> torch.Tensor:
-        """Plans the attention of a step and runs the model. Stores the states for a
-        drafter in `captured_states`.
+        """Plans the attention of a step and runs the model. Stores the hidden states
+        that a drafter needs in `captured_states`.
 
         Returns the hidden states of all T tokens of the step, or those of `rows` [R].
         """

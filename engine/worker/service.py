@@ -23,7 +23,7 @@ from protocol.handshake import CompatRecord, EngineMetadata
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """Device memory that a rank's service takes in addition to the KV pool."""
+    """Bytes of device memory that a rank's KV service takes besides the KV pool."""
     return LocalRank.reserved_bytes(_staging_bytes(config))
 
 
@@ -38,8 +38,8 @@ def _make_placer(
     draft: DraftRank | None,
     is_busy: Callable[[], bool],
 ) -> Placer | None:
-    """Makes the placer that copies out of mapped memory of peers; None if --transfer
-    forbids that."""
+    """Makes the placer, which maps the memory of peers and copies KV out of it. Returns
+    None with --transfer nixl, which maps no memory."""
     if config.transfer == "nixl":
         return None
     return placer_for(
@@ -56,10 +56,11 @@ class KVService:
 
     Args:
         compat: the properties of this engine's KV that a peer's KV must share.
-        links: sockets for pulls. Rank 0 has one to every other rank; every other rank
-            has one to rank 0.
+        links: sockets over which this engine's ranks coordinate pulls. Rank 0 has one
+            to every other rank; every other rank has one to rank 0.
         is_busy: returns whether this rank is computing a step.
-        draft: the KV of a drafter, for peers with the same one.
+        draft: this rank's draft KV, which peers with the same drafter can pull; None if
+            there is no such KV.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class KVService:
         rank 0. Also sets `side_channel_port`, the lease server's port.
 
         Args:
-            metadata: the engine's description in handshakes.
+            metadata: the description of this engine that peers receive in handshakes.
             wake: makes the core poll the connector; may be called from any thread.
             max_model_len: largest number of tokens of a sequence.
         """
@@ -146,8 +147,8 @@ class KVService:
         leases.start()
         self.side_channel_port = leases.address[1]
         costs = self._costs or DEFAULT_COSTS[self._pool.device.type]
-        # Groups with a window do not count, because a pull reads only the last tokens
-        # of such a group.
+        # The bytes per token exclude KV groups with an attention window, because a pull
+        # reads only the last tokens of such a group.
         num_full_groups = self._pool.groups.windows.count(None) or 1
         group_bytes = layout.block_bytes * num_full_groups
         bytes_per_token = group_bytes * config.tp // config.tokens_per_block
@@ -171,10 +172,10 @@ class KVService:
 def compat_record(
     config: EngineConfig, model_config: ModelConfig, windows: tuple[int, ...]
 ) -> CompatRecord:
-    """The description of the KV of an engine that peers compare with theirs.
+    """Describes this engine's KV. Peers compare the record with that of their own KV.
 
     Args:
-        windows: the windows of the KV groups.
+        windows: the attention windows of the KV groups, as from KVGroups.to_wire.
     """
     return CompatRecord(
         model_fingerprint=fingerprint(

@@ -1,8 +1,8 @@
 """Measures the durations of steps when an engine starts. The budget for prompt tokens
-(engine/core/budget) is based on them.
+(engine/core/budget) is based on these durations.
 
 Rank 0 runs the steps through the executor that later serves requests. All ranks
-therefore take part, and steps are launched as early as they are for requests. Token ids
+therefore take part, and steps are launched ahead as they are for requests. Token ids
 are random, because equal tokens would all be routed to the same experts.
 """
 
@@ -27,9 +27,9 @@ from engine.worker.warm_up import WarmUpSizes
 
 logger = logging.getLogger("baton.engine")
 
-# A measurement that is expected to end after this time is skipped. The limits are short
-# compared to a server's start, which takes a few seconds on a CPU and half a minute on
-# a GPU.
+# Time limit in seconds of all measurements together, by device. A measurement that is
+# expected to exceed the limit is skipped. The limits are short compared to the start of
+# a server, which takes a few seconds on a CPU and half a minute on a GPU.
 MAX_MEASUREMENT_S: Final = {"cpu": 0.25, "cuda": 3.0}
 # Shorter steps are repeated, because a disturbance may last as long as the step itself.
 _SHORT_STEP_S: Final = 0.03
@@ -41,7 +41,8 @@ class StepTimer:
 
     Args:
         sizes: the limits within which steps are built.
-        max_seconds: time limit of all measurements together, from now on.
+        max_seconds: time limit of all measurements together, which starts with the call
+            of the constructor.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class StepTimer:
         self._measured: dict[int, Point] = {}
 
     def __call__(self, load: Load, *, is_required: bool = False) -> float | None:
-        """Returns the duration of a step in seconds. Returns None if the measurement is
-        not required and is expected to exceed the time limit.
+        """Measures a step with this load, and returns its duration in seconds. Returns
+        None if the measurement is not required and is expected to exceed the time
+        limit.
 
         Raises:
             StepFailed: the step could not be launched.
@@ -78,13 +80,13 @@ class StepTimer:
         return seconds
 
     def warm_up(self) -> None:
-        """Runs a small step without measuring it. On a CPU, no warm-up has run a step
-        before, and the first step is slower than later ones."""
+        """Runs a small step without measuring it, because the first step is slower than
+        later steps. On a CPU, the engine has run no other warm-up before."""
         self._run(self._build(Load(1, 1, 8)), 1)
 
     def _expected_s(self, load: Load) -> float:
-        """The expected duration of a step, from the steps that were measured before;
-        infinity if fewer than two were."""
+        """The expected duration of a step in seconds, estimated from earlier
+        measurements; infinity if there are fewer than two."""
         if len(self._measured) < 2:
             return math.inf
         return Polyline(self._measured.values())(load.tokens)
@@ -113,8 +115,8 @@ class StepTimer:
         while launched:
             launched.popleft().result()
             ends_s.append(self._clock())
-        # If steps are launched ahead, the first duration also includes a launch, so it
-        # is left out.
+        # If steps are launched ahead, the first interval also includes the launch of
+        # the first step, so the median excludes this interval.
         first = depth
         return statistics.median(
             end_s - start_s for start_s, end_s in pairwise(ends_s[first:])
@@ -124,8 +126,9 @@ class StepTimer:
 def measure_steps(
     runner: ModelRunner, executor: Executor, target: StepTarget
 ) -> StepTimes | None:
-    """Measures the durations of an engine's steps, while no block is in use. Warns if
-    even the shortest step with a prompt exceeds the target of --itl-target-s.
+    """Measures the durations of an engine's steps. Must be called while no block is in
+    use. Warns if even the shortest step with a prompt exceeds the target of
+    --itl-target-s.
 
     Returns:
         The durations, or None if a step could not be launched.

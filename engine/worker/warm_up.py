@@ -4,8 +4,9 @@ ready.
 The kernels of a step depend only on the numbers of its tokens and sequences, on whether
 the sequences have stored context, and on how its tokens are drawn. The warm-up steps
 therefore use sizes below and above every threshold at which another kernel is chosen.
-Powers of two also make the libraries load their kernels for small, medium and large
-products, and make NCCL set up its connections for short and long messages.
+Most numbers of tokens are powers of two, which makes the libraries load their kernels
+for small, medium and large matrix products. They also make NCCL set up its connections
+for short and long messages.
 """
 
 import logging
@@ -44,12 +45,12 @@ _SAMPLINGS: Final = (
 _LOGPROBS: Final = (None, 0, 1, 20)
 _PENALTIES: Final = (0.1, 0.1, 1.1)
 _LONG_PROMPT_TOKENS: Final = 2048
-_SCORED_TOKENS: Final = 129  # more than one chunk (_SCORED_ROWS of sampler.py)
-# CUDA graphs retain their logits, in the model's 16-bit dtype and in float32, and the
-# activations of one step.
+_SCORED_TOKENS: Final = 129  # several chunks of _SCORED_ROWS tokens (sampler.py)
+# Estimated memory of CUDA graphs. Graphs retain their logits in the model's 16-bit
+# dtype and in float32 (2 + 4 bytes), and the activations of one step.
 _GRAPH_BYTES_PER_LOGIT: Final = 6
 _GRAPHS_BASE_BYTES: Final = 512 * 2**20
-# Numbers of draws in a warm-up step. More than 64 draws need no other kernels.
+# Numbers of draws in a warm-up step. More than 64 draws use the same kernels as 64.
 _NUM_DRAWS: Final = (1, 2, 24, 64)
 
 
@@ -91,13 +92,13 @@ class WarmUpSizes:
         *,
         token: int = 0,
     ) -> StepInput:
-        """A step with as many of the sequences as the limits allow. Each sequence draws
-        the likeliest token.
+        """Builds a step with as many of the requested sequences as the limits allow.
+        Each sequence draws the likeliest token.
 
         Args:
             query_lens: the number of tokens that each sequence computes.
-            stored: the number of tokens before these, with KV in the pool; one number
-                for each sequence, or for all.
+            stored: the number of earlier tokens of each sequence, whose KV is in the
+                pool. A single number applies to all sequences.
             token: the id of all computed tokens; -1 for the token that row 0 of the
                 previous step drew.
         """
@@ -115,7 +116,8 @@ class WarmUpSizes:
             contexts.append(query_len + min(stored_len, self.max_len - query_len))
         width = -(-max(contexts) // self.block_size) * self.num_groups
         # No block is in use yet, so block numbers are arbitrary. In a small pool they
-        # wrap around. Sequences then share blocks, which only changes the values.
+        # wrap around. Sequences then share blocks, which changes only the results, and
+        # the results are not used.
         blocks = np.arange(len(lens) * width, dtype=np.int32)
         tables = blocks % max(1, self.num_blocks - 1) + 1
         return StepInput(
@@ -129,12 +131,12 @@ class WarmUpSizes:
 
 
 def kv_budget_bytes(runner: ModelRunner) -> int:
-    """Runs the largest step, and that of the draft model if there is one, to measure
-    their memory. Returns the bytes of GPU memory that remain for the rank's KV under
-    --gpu-memory-utilization.
+    """Runs the largest step of the model, and that of the draft model if there is one,
+    to measure the memory of these steps. Returns the bytes of GPU memory that remain
+    for the rank's KV under --gpu-memory-utilization.
 
     Raises:
-        MemoryTooSmall: the step does not fit.
+        MemoryTooSmall: a step does not fit into the memory.
     """
     config = runner.config
     runners = [runner]
@@ -150,7 +152,8 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
         workspace_bytes = [
             _run_largest_step(each, is_draft=each is not runner) for each in runners
         ]
-    # The two steps ran one after the other, but both workspaces are going to exist.
+    # The steps of the two models ran one after the other, so the peak includes only one
+    # attention workspace. A serving engine has both workspaces.
     peak_bytes = torch.cuda.max_memory_allocated(runner.device)
     peak_bytes += sum(workspace_bytes[1:])
     torch.cuda.empty_cache()
@@ -167,9 +170,9 @@ def kv_budget_bytes(runner: ModelRunner) -> int:
 def _run_largest_step(runner: ModelRunner, *, is_draft: bool) -> int:
     """Runs the step that takes the most memory: the longest prompt that a step can
     compute, and the largest number of draws, with all options that change logits or
-    return logprobs. Draft models have no such options.
+    return logprobs. Draws of a draft model have no such options.
 
-    Returns the bytes of the workspace of its attention.
+    Returns the bytes of the attention backend's workspace.
     """
     config = runner.config
     num_tokens = min(config.max_num_batched_tokens, runner.model_config.max_position)
@@ -202,9 +205,9 @@ def _run_largest_step(runner: ModelRunner, *, is_draft: bool) -> int:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Runs every kind of step once, also those of the draft model, so that no request
-    has to wait until a kernel is compiled or loaded. Every rank must call this at the
-    same time, before any block is in use."""
+    """Runs every kind of step of the model and of its draft model once, so that no
+    request has to wait until a kernel is compiled or loaded. Every rank must call this
+    at the same time, before any block is in use."""
     started_s = time.monotonic()
     num_kernels = KERNELS.num_at_start
     for step in steps(WarmUpSizes.of(runner)):
@@ -225,7 +228,7 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def _is_draft_step(step: StepInput) -> bool:
-    """Whether a draft model may run such a step."""
+    """Whether draft models can also run this kind of step."""
     return not (
         step.scores
         or step.is_masked
@@ -238,8 +241,8 @@ def _try_step(runner: ModelRunner, step: StepInput) -> None:
     try:
         run_step(runner, step)
     except StepFailed as error:
-        # Only an engine of one rank raises StepFailed, and it can continue. A request
-        # that needs the same step will fail as well.
+        # StepFailed is raised only in an engine of one rank, and the start of this
+        # engine can continue. A request that needs such a step will fail as well.
         logger.warning(
             "a warm-up step of %d tokens failed: %s", len(step.token_ids), error
         )
@@ -249,7 +252,7 @@ def run_step(runner: ModelRunner, step: StepInput) -> None:
     """Runs a warm-up step, and waits for its end.
 
     Raises:
-        StepFailed: as `runner.launch`.
+        StepFailed: see ModelRunner.launch.
     """
     pending = runner.launch(step)
     if step.is_masked and runner.model.parallel.rank == 0:
@@ -258,13 +261,13 @@ def run_step(runner: ModelRunner, step: StepInput) -> None:
 
 
 def _all_allowed(runner: ModelRunner, rows: int) -> Int32s:
-    """Masks of `rows` draws that allow every token."""
+    """Grammar masks for `rows` draws, which allow every token."""
     return np.full((rows, -(-runner.model_config.vocab_size // 32)), -1, np.int32)
 
 
 def steps(sizes: WarmUpSizes) -> Iterator[StepInput]:
-    """All warm-up steps. They must run in this order, because some steps compute the
-    token that the previous step drew."""
+    """Yields all warm-up steps. They must run in this order, because some steps compute
+    the token that the previous step drew."""
     max_tokens = min(sizes.max_tokens, sizes.max_len)
     lens = {min(1 << n, max_tokens) for n in range(max_tokens.bit_length() + 1)}
     for size in sorted(lens):
@@ -282,8 +285,8 @@ def _without_draws(step: StepInput) -> StepInput:
 
 
 def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
-    """Steps that combine decoding sequences with new prompts and with next chunks of
-    prompts, short and long."""
+    """Yields steps that combine decoding sequences with prompts: short and long, first
+    chunks and later chunks."""
     num_long = max(1, sizes.max_tokens // _LONG_PROMPT_TOKENS)
     for num_decodes in (0, 3):
         yield sizes.step([1] * num_decodes + [_LONG_PROMPT_TOKENS] * num_long)
@@ -292,8 +295,9 @@ def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
             for stored in (0, sizes.block_size + 1):
                 lens = [1] * num_decodes + prompts
                 yield sizes.step(lens, [7] * num_decodes + [stored] * len(prompts))
-    # Contexts that together exceed one sequence's: FP8 blocks of such a step are read
-    # in place instead of being copied to 16 bits.
+    # The contexts of this step together exceed the longest context of one sequence. The
+    # attention backend reads FP8 blocks of such a step in place instead of copying them
+    # to 16 bits.
     yield sizes.step([40, 40], stored=sizes.max_len)
     yield sizes.step([1], stored=7)
     # These two steps compute a token that the previous step drew: the first outside a
@@ -303,7 +307,7 @@ def _mixtures(sizes: WarmUpSizes) -> Iterator[StepInput]:
 
 
 def _draws(step: StepInput) -> Iterator[StepInput]:
-    """The same step with every combination of options that change how tokens are
+    """Yields `step` with every combination of options that change how tokens are
     drawn."""
     count = len(step.sampling)
     for sampling in _SAMPLINGS:
@@ -319,7 +323,8 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
         yield replace(shaped, logit_changes=_logit_changes(count, None))
         yield replace(shaped, is_masked=True)
         yield replace(shaped, is_masked=True, logit_changes=None)
-    # Two choices of the first sequence, while other sequences, if any, draw nothing.
+    # The first sequence draws for two choices. The other sequences, if any, draw
+    # nothing.
     yield replace(
         step, sampled_sequences=np.zeros(2, np.int32), sampling=[_SAMPLINGS[1]] * 2
     )
@@ -328,9 +333,9 @@ def _draws(step: StepInput) -> Iterator[StepInput]:
 def _logit_changes(
     count: int, penalties: tuple[float, float, float] | None
 ) -> LogitChanges:
-    """Changes to the logits of `count` draws: a bias for each, banned stop tokens for
-    every second one, and the penalties, if given, for each. The last draw counts a
-    proposal, if there are several."""
+    """Returns changes to the logits of `count` draws. Each draw has a bias, and the
+    penalties if they are given. Every second draw bans its stop tokens. If there are
+    several draws, the last one counts a proposal as drawn."""
     prompt: list[int] = []
     outputs: list[int] = []
     if penalties:
@@ -347,8 +352,8 @@ def _logit_changes(
 
 
 def _scores(step: StepInput) -> Iterator[StepInput]:
-    """Steps that compute logprobs of prompt tokens, with and without a draw at the
-    end."""
+    """Yields steps that compute logprobs of prompt tokens, with and without a draw at
+    the end."""
     num_tokens = len(step.token_ids)
     for num_top in (0, 1, 20):
         for first in {0, num_tokens - 1}:

@@ -1,9 +1,9 @@
-"""The process of one rank: loads its shard, allocates its KV, then leads or follows.
+"""The process of one rank: loads its shard of the model, allocates KV, and runs steps.
 
-engine/process/launch.py starts it as `python -m engine.worker.worker --rank R --sockets
-N ...`, with the file descriptors of inherited sockets. The EngineConfig comes as JSON
-on standard input instead of the command line, because it contains the cluster secret.
-Every rank exits when its parent exits.
+engine/process/launch.py starts this process as `python -m engine.worker.worker --rank R
+--sockets N ...`, with the file descriptors of inherited sockets. The EngineConfig is
+passed as JSON on standard input instead of the command line, because it contains the
+cluster secret. Every rank exits when its parent exits.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def main() -> None:
         set_kernel_cache()
         if rank == config.node_ranks[0]:
             shadow = start_shadow(config)
-    # Imported here: this takes seconds, in which the shadow imports its modules.
+    # Imported only after the shadow process was started: this import takes seconds,
+    # during which the shadow imports its own modules.
     from engine.worker.rank_process import run_rank
 
     code = run_rank(config, rank, sockets, shadow)

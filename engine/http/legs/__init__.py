@@ -1,1 +1,1 @@
-"""HTTP hooks for the two legs of a disaggregated request. Every server serves both."""
+"""HTTP hooks for the legs of disaggregated requests. Every server serves both legs."""

@@ -4,7 +4,7 @@ A reference is used only if it is signed with the cluster secret and belongs to 
 request's prompt. The engine checks everything else when it pulls the KV: the lease, the
 peer and the bytes. A reference may also contain the first tokens of the answer. These
 tokens are used only if they were sampled with the parameters of this request.
-Otherwise the KV is pulled and the first tokens are sampled here.
+Otherwise this server pulls the KV and samples the first tokens itself.
 """
 
 import time
@@ -50,8 +50,9 @@ class DecodeLeg(ServerHooks):
         if kv_params.is_absent(params):
             return adds
         if offer := kv_offers.offer_of(params, self._secret, time.time()):
-            # An error here does not fail the client's request: the proxy can repeat the
-            # request with the reference to KV in the prefill server's response.
+            # An error of `_with_offer` does not fail the client's request: the proxy
+            # can repeat the request with the KV reference that the prefill server's
+            # response contains.
             return _with_offer(adds, offer)
         # A malformed reference is an error, even if the policy is `recompute`.
         references = kv_params.parse_list(params, len(adds))
@@ -104,10 +105,10 @@ class DecodeLeg(ServerHooks):
         return replace(add, remote=remote, sampling=sampling)
 
     def release_messages(self, kv_transfer_params: object) -> Sequence[EngineInput]:
-        """Return messages that release remote KV, which this server will not pull.
+        """Return messages to the engine that release KV of another server.
 
-        Without these messages, the remote server would hold the KV until its lease
-        expires.
+        This server will not pull the KV. Without these messages, the other server would
+        hold the KV until its lease expires.
         """
         return [
             ReleaseRemote(kv_params.to_remote_prefill(reference))
@@ -116,7 +117,7 @@ class DecodeLeg(ServerHooks):
 
 
 def _with_offer(adds: list[AddRequest], offer: Offer) -> list[AddRequest]:
-    """Return the requests with an offer of KV that another server is computing.
+    """Return `adds` with an offer of KV that another server is still computing.
 
     Raises:
         KVParamsRejected: the request asks for logprobs of the prompt, which an offer

@@ -1,4 +1,4 @@
-"""Runs a server, and chooses each request's leg by its `kv_transfer_params`.
+"""Runs a server. The `kv_transfer_params` of each request select its leg.
 
 Prefill and decode servers differ only in the defaults of their options, so `serve` runs
 both kinds of servers.
@@ -28,8 +28,9 @@ def serve(
     *,
     prog: str,
 ) -> int:
-    """Run a server, or the ranks of one of its nodes, until a signal or POST /drain
-    ends it.
+    """Run a server until a signal or POST /drain ends the server.
+
+    On a node other than node 0, run only the ranks of this node.
 
     Args:
         settings_class: the server's options and their defaults.
@@ -99,8 +100,8 @@ class EitherLeg(ServerHooks):
         dropped, and the reason is recorded in `kv_rejected`.
 
         Raises:
-            KVParamsRejected: the hint is malformed, or invalid and the policy is
-                `fail`.
+            KVParamsRejected: the hint is malformed, or the policy is `fail` and the
+                hint has expired or has a wrong signature.
         """
         try:
             hint = kv_offers.hint_of(params, self._secret, time.time())

@@ -19,7 +19,7 @@ from protocol.messages import (
 from protocol.openai.sampling import GenerationRequest
 from protocol.short_repr import short_repr
 
-# The most transfer ids that are stored, and the most request ids for each of them. A
+# Maximum number of stored transfer ids, and of stored request ids per transfer id. A
 # response arrives or is lost within seconds, so the ids of old requests are not needed.
 MAX_TRANSFERS = 16384
 
@@ -34,12 +34,12 @@ class PrefillLeg(ServerHooks):
 
     def __init__(self, *, is_reachable: bool = True) -> None:
         self._is_reachable = is_reachable
-        # The ids of the engine's requests, by the `transfer_id` that a proxy gave their
-        # leg. A proxy that abandons a leg cannot know whether the response, which
-        # refers to leased KV, was already sent. So the proxy releases the KV by its
-        # transfer id.
+        # The ids of the requests to the engine, by the `transfer_id` that the proxy
+        # assigned to their prefill leg. If the proxy abandons the leg, it may never
+        # receive the response that refers to the leased KV. So the proxy releases the
+        # KV by its transfer id.
         self._request_ids: OrderedDict[str, deque[str]] = OrderedDict()
-        # KV blocks of unfinished HTTP requests that have several prompts.
+        # Number of KV blocks of unfinished HTTP requests with several prompts.
         self._num_multi_prompt_blocks = 0
 
     def prepare(
@@ -75,12 +75,12 @@ class PrefillLeg(ServerHooks):
         ready: EngineReady,
         kv_transfer_params: object = None,
     ) -> Callable[[], None]:
-        """Record a request's transfer id, and reserve the KV blocks of several prompts.
+        """Record a request's transfer id, and reserve KV blocks for several prompts.
 
         The prompts of one request keep their blocks until all these prompts are
-        computed. If requests with several prompts could use all blocks, they would
-        deadlock: each would wait for blocks that the others hold. If the request is
-        refused here, the proxy sends it to a decode server only.
+        computed. If requests with several prompts could use all blocks, they could
+        deadlock: each would wait for blocks of the others. If this server refuses the
+        request, the proxy sends the request only to a decode server.
 
         Returns:
             A callback that frees the reservation.

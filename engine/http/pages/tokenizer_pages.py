@@ -1,5 +1,5 @@
-"""The paths that need only the tokenizer: /tokenize, /detokenize, and the count of
-tokens of Anthropic's API.
+"""The paths that need only the tokenizer: /tokenize, /detokenize, and the path of
+Anthropic's API that counts tokens.
 """
 
 from collections.abc import Awaitable, Callable
@@ -24,14 +24,14 @@ _Work = Callable[[dict[str, Any], int], Awaitable[bytes]]
 
 
 class TokenizerPages:
-    """The handlers of one server."""
+    """The handlers of one server for the paths that need only the tokenizer."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
 
     @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        """The handler of each path."""
+        """The handlers, by path."""
         works: dict[str, _Work] = {
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -110,7 +110,7 @@ class TokenizerPages:
             return parse_count_tokens(members)
 
         parsed = await api.run_parser(num_bytes, parse)
-        # As at /tokenize, a prompt that exceeds the context is counted.
+        # As in /tokenize, a prompt that exceeds the context is counted, not refused.
         (ids,) = await api.text_encoder.tokenize(
             parsed, num_bytes, length, unchecked_chars=LONG_CHARS
         )

@@ -1,13 +1,14 @@
-"""Which blocks have KV of a drafter that reads hidden states, and of which tokens.
+"""Records which blocks have KV of a drafter that reads hidden states, and of which
+tokens.
 
 Unlike a draft model, such a drafter cannot compute draft KV of arbitrary tokens,
-because states may be missing. So a sequence can have draft KV in some blocks and lack
-it in blocks before them.
+because hidden states may be missing. So some blocks of a sequence can have draft KV
+although earlier blocks have none.
 
-A block is recognised by a hash of its tokens and of all tokens before them. The last
-position of a block also reads the first token after it. If two sequences share a block
-and continue with different tokens, one of them has the KV of the other one's token
-there. This may cost an accepted proposal.
+A block is recognized by a hash of its tokens and of all tokens before them. The draft
+KV of the last position of a block also depends on the first token after the block. If
+two sequences share a block and continue with different tokens, this draft KV is wrong
+for one of the sequences. A proposal may then be rejected that would have been accepted.
 """
 
 from collections.abc import Iterable
@@ -19,17 +20,17 @@ from kvcache.groups import KVGroups
 
 
 class StateBlocks(DraftedBlocks):
-    """For each block, the tokens whose draft KV it stores. That may be only the first
-    tokens of a block.
+    """For each block, the tokens whose draft KV the block stores. These may be only the
+    first tokens of the block.
 
-    Methods take the hashes of a sequence: element i is the hash of the tokens up to the
-    end of its block i.
+    The argument `hashes` belongs to a sequence: element i is the hash of all tokens up
+    to the end of the i-th block of the sequence.
     """
 
     def __init__(self, block_size: int, groups: KVGroups) -> None:
         super().__init__(block_size, groups)
-        # For each block of which only the first tokens have draft KV, a hash of these
-        # and of all tokens before them, and their number.
+        # For each block in which only the first tokens have draft KV: a hash of these
+        # tokens and of all tokens before them, and the number of these tokens.
         self._beginnings: dict[int, tuple[int, int]] = {}
 
     def forget(self, blocks: Iterable[int]) -> None:
@@ -59,7 +60,8 @@ class StateBlocks(DraftedBlocks):
         blocks: Sequenceable[int],
         hashes: Sequenceable[int],
     ) -> None:
-        """Records that the tokens after the last full block have draft KV."""
+        """Records that the tokens of `token_ids` after the last full block have draft
+        KV."""
         size = self._block_size
         index = len(token_ids) // size
         tokens = token_ids[index * size :]
@@ -95,7 +97,8 @@ class StateBlocks(DraftedBlocks):
             hashes.append(hash((previous, *tokens)))
 
     def filled(self, blocks: Sequenceable[int], hashes: Sequenceable[int]) -> list[int]:
-        """The indices of the blocks of a sequence that have draft KV of its tokens."""
+        """The indices of a sequence's blocks that have draft KV of the sequence's
+        tokens."""
         return [
             index
             for index, (block, expected) in enumerate(zip(blocks, hashes, strict=False))

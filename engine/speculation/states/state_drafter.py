@@ -1,29 +1,30 @@
 """Proposes the tokens that an MTP layer or an EAGLE-3 drafter draws.
 
 Such a drafter has one layer. Its row of position p reads token p + 1 and the hidden
-state of position p in the engine's model, and predicts token p + 2. It draws
-tokens in the same way as a draft model (model_drafter.py), and stores its KV in the
-same place (draft_kv.py).
+state of position p in the engine's model, and predicts token p + 2. The drafter draws
+tokens as a draft model does (model_drafter.py), and stores its KV as a draft model does
+(draft_kv.py).
 
-- Every step of the engine's model stores the states of its last rows in slots of the
-  ranks' tables (StateTableSizes). A sequence has `slots_per_sequence` of them, and
-  position p uses slot p modulo this number.
-- Rows of a prompt are computed in a step of the drafter right behind the step that
-  computed their states. Rows of a sequence that decodes are computed in its next round,
-  or in the next such step. When a sequence has more than _MAX_BACKLOG of them, there is
-  such a step for the rows of all sequences.
-- In a round, the first step computes the missing rows of each sequence; all their
-  tokens are known. Each further step reads the draws and the outputs of the step
-  before, which are still on the device. The next round computes these rows again, from
-  states of the engine's model.
+- Every step of the engine's model stores the hidden states of each sequence's last rows
+  in slots of the table that each rank has (StateTableSizes). A sequence has
+  `slots_per_sequence` slots, and position p uses slot p modulo this number.
+- Rows of a prompt are computed in a *KV step*: a step of the drafter that directly
+  follows the step that computed their states, and draws nothing. Rows of a decoding
+  sequence are computed in the sequence's next round, or in the next KV step. When a
+  decoding sequence has more than _MAX_BACKLOG missing rows, a KV step computes the
+  missing rows of all sequences.
+- In a round, the first step computes the missing rows of each sequence, whose tokens
+  are all known. Each further step reads the draws and the outputs of the previous step,
+  which are still on the device. The next round computes the rows of the further steps
+  again, from states of the engine's model.
 
-Some states never exist on this server: those of tokens whose KV was pulled, or that the
-prefix cache had. Of these tokens, the drafter sees those whose blocks have draft KV of
-the same tokens (state_blocks.py). Its block table leaves out the other blocks. If the
-first state is in the middle of a block, the draft KV of its position is stored in the
-block's first slot that has none. No other sequence uses this slot, because the engine's
-model has yet to write to the block. Positions for rotary embeddings are always those of
-the tokens.
+This server has no states of tokens whose KV was pulled or found in the prefix cache.
+The drafter sees these tokens only where blocks have draft KV of the same tokens
+(state_blocks.py). The drafter's block table leaves out all other blocks of such tokens.
+If the first position with a state is in the middle of a block, its draft KV is stored
+in the block's first slot without draft KV. No other sequence uses this slot, because
+the engine's model has yet to write to the block. Positions for rotary embeddings are
+always the positions of the tokens in the sequence.
 """
 
 import math
@@ -44,17 +45,17 @@ from engine.speculation.states.state_blocks import StateBlocks
 from engine.speculation.states.state_rounds import DraftRows, StateRound, kv_step
 from model.drafters.state_sizes import StateTableSizes
 
-# The rows of a decoding sequence that wait for its next round. More of them are
-# computed without a round.
+# Maximum number of rows of a decoding sequence that wait for its next round (the
+# backlog). If there are more, a KV step computes them.
 _MAX_BACKLOG: Final = 8
-# The backlog of a sequence may grow by these rows before it is computed: tokens of
-# steps that were launched ahead, and rows that exceeded the token limit of a step.
+# Number of rows by which a backlog may exceed _MAX_BACKLOG before it is computed. The
+# causes are steps that were launched ahead, and the token limit of a step.
 _SPARE_SLOTS: Final = 8
 
 
 def slots_per_sequence(max_proposals: int) -> int:
-    """The slots for states of one sequence. A verification writes states of rejected
-    tokens, too."""
+    """The number of slots for the states of one sequence. A verification also stores
+    states of the proposals that are then rejected."""
     return _MAX_BACKLOG + _SPARE_SLOTS + 1 + max_proposals
 
 
@@ -69,18 +70,18 @@ def state_table_sizes(config: EngineConfig, max_proposals: int) -> StateTableSiz
 
 @dataclass(eq=False, slots=True)
 class _StoredStates:
-    """The states of a sequence that are in slots.
+    """The hidden states of a sequence that are stored in slots, and its draft KV.
 
     Attributes:
         first_slot: the first slot of the sequence.
         context: the indices of full blocks before `drafted_from` that have draft KV.
-        num_beginning: how many tokens have draft KV at the beginning of the block of
-            `drafted_from`, before it.
-        drafted_from: the position from which on all positions have draft KV, up to
-            `Sequence.num_drafted`.
+        num_beginning: number of tokens with draft KV at the beginning of the block that
+            contains `drafted_from`.
+        drafted_from: the position at which gapless draft KV begins: all positions from
+            it up to `Sequence.num_drafted` have draft KV.
         hashes: see StateBlocks.
-        start, stop: the positions with states.
-        written_stop: the position after the last one whose state was ever written.
+        start, stop: positions [start, stop) have states in slots.
+        written_stop: the position after the last position whose state was ever stored.
     """
 
     first_slot: int
@@ -95,12 +96,13 @@ class _StoredStates:
 
 @dataclass(eq=False, slots=True)
 class _PlannedItem:
-    """What a step of the engine's model does for the drafter.
+    """The work for the drafter that belongs to one sequence of a step of the engine's
+    model.
 
     Attributes:
         item: the tokens of a sequence that the step computes.
-        first_row: the index of the first of them in the step.
-        computed: the rows that the drafter computes right behind the step.
+        first_row: the index of the first of these tokens in the step.
+        computed: the rows that the drafter computes directly after the step.
     """
 
     item: Scheduled
@@ -110,8 +112,9 @@ class _PlannedItem:
 
     @property
     def stored(self) -> range:
-        """The positions whose states the step stores. Never empty, because the ranks
-        put the states of a step into their tables only if some are stored."""
+        """The positions whose states the step stores. Never empty: the KV step reads
+        states of this step from the tables of the ranks, which receive them only if the
+        step stores at least one state."""
         stop = self.item.start + self.item.num_tokens
         start = max(self.item.start, self.computed.stop)
         return range(min(start, stop - 1), stop)
@@ -127,7 +130,7 @@ class StateDrafter:
     """
 
     uses_device = True
-    # The drafter reads states, which a pull does not bring.
+    # The drafter needs hidden states, which a pull does not transfer.
     catch_up_token_s = math.inf
 
     def __init__(
@@ -181,7 +184,8 @@ class StateDrafter:
             self._commit(planned)
         launched = []
         if self._kv_step is not None:
-            # The step draws nothing, and steps run in the order of their launches.
+            # The records below do not wait for this step: it draws nothing, and steps
+            # run in the order of their launches.
             launched.append(self._executor.launch(self._kv_step))
         for planned in self._planned:
             # A sequence may have ended since the step was prepared.
@@ -197,8 +201,9 @@ class StateDrafter:
         return launched
 
     def _release_ended(self) -> None:
-        """Frees the slots of sequences that no longer run. Steps that store states of
-        such a sequence run before those of a sequence that gets the slots later."""
+        """Frees the slots of sequences that no longer run. The slots can be reused
+        immediately, because unfinished steps of an ended sequence run before the steps
+        of the next owner."""
         ended = [s for s in self._stored if s.phase is not Phase.RUNNING]
         for sequence in ended:
             self._free_slots.append(self._stored.pop(sequence).first_slot)
@@ -212,10 +217,11 @@ class StateDrafter:
             if item.is_prompt or not only_prompts
             if (states := self._states_for(item)) is not None
         ]
-        # A step of the drafter mostly takes the time to read its weights, so one step
-        # for all sequences takes less time than one step for each.
+        # A step of the drafter spends most of its time on reading the drafter's
+        # weights, so one step for all sequences takes less time than one step for each.
         is_due = any(_is_due(entry) for entry in planned)
-        # Rows whose states are not going to be stored come first.
+        # Sequences with rows that read states of this step come first, because these
+        # states are not stored for later.
         planned.sort(key=lambda entry: entry.computed.stop <= entry.item.start)
         num_left = self._limits.max_step_tokens
         for entry in planned:
@@ -238,7 +244,8 @@ class StateDrafter:
         first = max(states.start, states.drafted_from)
         is_continued = first <= sequence.num_drafted <= item.start <= states.stop
         computes_known_tokens = _complete_stop(item) > item.start
-        # The step may store states in the slots of those that the drafter reads then.
+        # The step might overwrite slots with earlier states before the drafter reads
+        # them.
         if computes_known_tokens and sequence.num_drafted < item.start:
             is_continued = False
         if not is_continued:
@@ -246,8 +253,8 @@ class StateDrafter:
         return states
 
     def _begin(self, sequence: Sequence, states: _StoredStates, start: int) -> None:
-        """Begins to draft a sequence with the position `start`. Its context also has
-        the blocks before it that have draft KV."""
+        """Begins the draft KV of a sequence at the position `start`. The drafter's
+        context also includes the earlier blocks that have draft KV."""
         num_full = start // self._block_size
         self._blocks.add_hashes(states.hashes, sequence, num_full)
         blocks = self._blocks.blocks_of(sequence)[:num_full]
@@ -318,7 +325,8 @@ class StateDrafter:
         return [stream.proposals if stream is not None else [] for stream in streams]
 
     def _make_stream(self, sequence: Sequence, limit: int) -> DraftRows | None:
-        """The rows of a round; None if a state is missing."""
+        """The rows of a sequence in a round; None if a state is missing, or if no token
+        may be proposed."""
         num_tokens = len(sequence.token_ids)
         # The last row is computed even if it has draft KV, because the first proposal
         # is drawn from its logits.
@@ -338,8 +346,8 @@ class StateDrafter:
         return stream
 
     def _select(self, streams: list[DraftRows]) -> list[DraftRows]:
-        """Returns the streams of a round, those with the fewest rows first. Gives them
-        scratch blocks."""
+        """Returns the streams of a round, those with the fewest rows first. Gives
+        scratch blocks to streams that need them."""
         num_left = self._limits.max_step_tokens
         num_scratch = 0
         selected: list[DraftRows] = []
@@ -393,7 +401,7 @@ class StateDrafter:
         )
 
     def _written_blocks(self, stream: DraftRows) -> list[int]:
-        """The blocks of the sequence to which its rows are written."""
+        """The blocks of the sequence to which the draft KV of its rows is written."""
         first = (stream.start - stream.num_skipped) // self._block_size
         return stream.blocks[first : -(-stream.num_written // self._block_size)]
 
@@ -404,16 +412,16 @@ class StateDrafter:
         *,
         records_partial_block: bool = False,
     ) -> None:
-        """Records that positions have draft KV.
+        """Records that the positions `computed` have draft KV.
 
         Args:
-            records_partial_block: also record those in the last block, if it is not
-                full.
+            records_partial_block: also record the positions in the last block, if this
+                block is not full.
         """
         sequence.num_drafted = max(sequence.num_drafted, computed.stop)
         states = self._stored[sequence]
         if states.drafted_from % self._block_size:
-            return  # positions may be in other slots than those of the engine's KV
+            return  # draft KV may be in other slots than the engine's KV
         num_full = sequence.num_drafted // self._block_size
         self._blocks.add_hashes(states.hashes, sequence, num_full)
         self._blocks.record_blocks(
@@ -430,22 +438,22 @@ class StateDrafter:
 
 
 def _missing_rows(item: Scheduled) -> range:
-    """The rows of a sequence that can be computed right behind the step, and that have
-    no draft KV."""
+    """The rows without draft KV that can be computed directly after the step that
+    computes `item`."""
     start = item.sequence.num_drafted
     return range(start, max(start, _complete_stop(item)))
 
 
 def _is_due(entry: _PlannedItem) -> bool:
-    """Whether the rows of a sequence must be computed behind the step: their states are
-    not going to be stored, or too many of them wait."""
+    """Whether the rows of a sequence must be computed directly after the step, because
+    some of their states are not going to be stored, or because too many rows wait."""
     computes_known_tokens = entry.computed.stop > entry.item.start
     return computes_known_tokens or len(entry.computed) > _MAX_BACKLOG
 
 
 def _complete_stop(item: Scheduled) -> int:
-    """The position after the last one of an item whose next token is known. The next
-    token of a proposal is not."""
+    """The position after the last position of `item` whose next token is known. The
+    token after a proposal is unknown."""
     num_complete = len(item.sequence.token_ids) - 1
     return min(item.start + item.num_tokens, num_complete)
 

@@ -1,6 +1,7 @@
 """MTP layers and EAGLE-3: drafters that read hidden states of the engine's model.
 
-This file reads and checks their files, without torch, before any engine process starts.
+This module reads and checks the files of these drafters, without torch, before any
+engine process starts.
 """
 
 import dataclasses
@@ -27,9 +28,10 @@ _STATE_KINDS = ("mtp", "eagle3")
 def requested_state_model(
     config: EngineConfig, target: ModelConfig
 ) -> DraftModelSpec | None:
-    """Returns the drafter that --speculate names; None if it names none that reads
-    states. A prefill server has one, too: decode servers pull its draft KV, because
-    only the server that computes a prompt has the states.
+    """Returns the drafter that --speculate names; None if it names no drafter that
+    reads hidden states. A prefill server runs such a drafter, too, and decode servers
+    pull the draft KV. Only the server that computes a prompt has the hidden states of
+    the prompt.
 
     Args:
         config: the engine's configuration.
@@ -57,8 +59,8 @@ def read_state_model(
     kind = speculation.kind
     if config.dcp > 1:
         raise DraftModelError(
-            f"--speculate {kind} needs every rank to have the hidden states of all "
-            f"tokens, but the ranks share them with --dcp {config.dcp}: use --dcp 1, "
+            f"--speculate {kind} needs the hidden states of all tokens on every rank, "
+            f"but the ranks divide the tokens with --dcp {config.dcp}: use --dcp 1, "
             "or --speculate ngram:4"
         )
     check_windows(target, config.model_dir, kind)
@@ -88,7 +90,7 @@ def read_state_model(
 def _read_config(
     config: EngineConfig, target: ModelConfig, folder: str, kind: str
 ) -> ModelConfig:
-    """The config of the drafter's layer. Its positions are those of the target."""
+    """The config of the drafter's layer, with `max_position` of the target."""
     is_dummy = config.load_format == "dummy"
     if kind == "mtp":
         mtp_names(target, None if is_dummy else read_headers(Path(folder)))

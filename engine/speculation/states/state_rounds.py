@@ -13,24 +13,25 @@ from engine.speculation.draft_kv import DraftPoolSizes
 from model.drafters.state_sizes import StateTableSizes
 from protocol.messages import SamplingParams
 
-# The draw of a row that is not the last one of its stream. Its result is not used.
+# Parameters for the draw of a row that is not the last row of its stream. The drawn
+# token is not used.
 _UNUSED_DRAW = SamplingParams(temperature=0.0)
 
 
 @dataclass(eq=False, slots=True)
 class DraftRows:
-    """Rows of a sequence that the drafter computes. The row of position p reads token
-    p + 1 and the state of position p.
+    """Rows that the drafter computes for one sequence. The row of a position p reads
+    token p + 1, and the hidden state of position p in the engine's model.
 
     Attributes:
-        blocks: the blocks of the drafter's context.
-        num_skipped: positions that the context leaves out.
+        blocks: the blocks that store the draft KV of the drafter's context.
+        num_skipped: number of positions that the drafter's context leaves out.
         start: the position of the first row to compute.
-        table_rows: for each row to compute, the row of the table of states with its
-            state.
+        table_rows: for each row to compute, the index of its hidden state in the table
+            of states (StateTableSizes).
         limit: the largest number of tokens to propose; 0: only KV is computed.
-        scratch: the index of the sequence among those with scratch blocks; None: it has
-            none.
+        scratch: the index of the sequence among those with scratch blocks; None: the
+            sequence has no scratch blocks.
         proposals: the tokens that the drafter has drawn.
     """
 
@@ -50,12 +51,13 @@ class DraftRows:
 
     @property
     def context_len(self) -> int:
-        """How many positions have KV after the step that computes the rows."""
+        """The number of positions of the context after the step that computes the
+        rows."""
         return self.stop - self.num_skipped
 
     @property
     def num_written(self) -> int:
-        """How many positions have KV after the round."""
+        """The number of positions of the context after the round."""
         return self.context_len + max(self.limit - 1, 0)
 
     @property
@@ -131,8 +133,8 @@ class StateRound:
         """The step that computes the missing rows of the streams.
 
         Args:
-            as_rows: whether each row is a sequence of its own, so that the step can run
-                as a CUDA graph.
+            as_rows: whether the step treats each row as a separate sequence of one
+                token, so that it can run as a CUDA graph.
         """
         self._num_steps = 1
         step = _prompt_step(self._streams, self._tables)
@@ -154,7 +156,7 @@ class StateRound:
         context_lens = step.positions + 1
         skipped_lens = np.repeat(step.skipped_lens, step.query_lens)
         # A row sees the KV of the rows before it, because the layer stores the KV of
-        # all rows before it attends.
+        # all rows before any row attends.
         rows_step = StepInput(
             token_ids=step.token_ids,
             query_lens=np.ones(num_rows, np.int32),
@@ -174,8 +176,8 @@ class StateRound:
         )
 
     def next_step(self) -> StepInput | None:
-        """The step that computes the draws of the previous step; None if no stream
-        needs more proposals."""
+        """The step that computes the tokens that the previous step has drawn; None if
+        no stream needs more proposals."""
         indices = [
             index
             for index, stream in enumerate(self._streams)
@@ -188,7 +190,7 @@ class StateRound:
         lens = [stream.context_len + self._num_steps for stream in streams]
         stops = [stream.stop + self._num_steps for stream in streams]
         step = StepInput(
-            # -1 - r stands for draw r of the previous step.
+            # The id -1 - r stands for the token of draw r in the previous step.
             token_ids=np.array([-1 - row for row in rows], np.int64),
             query_lens=np.ones(len(streams), np.int32),
             context_lens=np.array(lens, np.int32),

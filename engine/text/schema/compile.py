@@ -1,7 +1,7 @@
 """Turns JSON schemas into grammars of the library llguidance.
 
-In engine/text/schema/, "exact" rules are the grammar rules for numbers that llguidance
-would round (exact.py).
+In engine/text/schema/, "exact" rules are grammar rules with all digits of numbers that
+llguidance would round (exact.py).
 """
 
 import json
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_pattern": OPTIONS["whitespace_pattern"]
 }
-# Matches strings, regular expressions and comments, so that a "%json" within them is
-# skipped. Also matches "%json" where it begins a schema.
+# Matches strings, regular expressions and comments, because a "%json" within them does
+# not count. Also matches a "%json" that begins a schema.
 _LARK_TOKEN: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|%json\s*(?={)'
 )
@@ -47,7 +47,7 @@ def schema_grammar(text: str) -> str:
 def calls_grammar(text: str) -> str:
     """Return llguidance's grammar for forced tool calls.
 
-    The grammar allows only one spelling of each call, apart from its parameters.
+    Apart from the parameters, the grammar allows only one spelling of each call.
 
     Args:
         text: a DemandedCalls as JSON.
@@ -83,7 +83,7 @@ def calls_grammar(text: str) -> str:
 def with_checked_schemas(lark: str) -> str:
     """Return a grammar in Lark syntax with checked JSON schemas.
 
-    Each schema after `%json` is replaced by the schema that llguidance must read.
+    Each schema after `%json` is replaced by its checked form for llguidance.
 
     Raises:
         GrammarError: a schema is not JSON or cannot be enforced. The message names the

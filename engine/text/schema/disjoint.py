@@ -1,4 +1,4 @@
-"""Decides whether two JSON schemas certainly have no common value.
+"""Decides whether it is certain that no value matches two given JSON schemas.
 
 `oneOf` requires that a value matches exactly one option. A grammar cannot count
 matches. But if no value matches two options, `oneOf` and `anyOf` are equivalent.
@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from engine.text.schema.references import Schema
 
-_MAX_DEPTH: Final = 12  # the deepest nesting of schemas and references to compare
-# The most comparisons for all `oneOf` of a document. This many take a quarter of a
-# second.
+_MAX_DEPTH: Final = 12  # limit for the nesting of compared schemas and references
+# Maximum number of comparisons for all `oneOf` of a document. This many comparisons
+# take a quarter of a second.
 _MAX_STEPS: Final = 50_000
 
 
@@ -57,9 +57,10 @@ class Disjointness:
         return None
 
     def _have_distinct_tags(self, options: list[Any]) -> bool:
-        """Whether all options require a property that has different literals in each.
+        """Whether all options require the same property, with different literals.
 
-        This fast test avoids comparing hundreds of options in pairs, which takes long.
+        This fast test avoids comparing all pairs of hundreds of options, which takes
+        long.
         """
         objects = [self._resolved(option) for option in options]
         if not all(
@@ -83,10 +84,10 @@ class Disjointness:
         return schema
 
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """Whether certainly no value matches both schemas.
+        """Whether it is certain that no value matches both schemas.
 
-        False also means that the answer is unknown, for example because _MAX_DEPTH or
-        _MAX_STEPS is exceeded.
+        Returns False if a value may match both schemas, or if _MAX_DEPTH or _MAX_STEPS
+        is exceeded.
         """
         self._num_steps += 1
         if depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
@@ -153,7 +154,7 @@ class Disjointness:
         return admits(schema, value) is not False
 
     def _properties_exclude(self, one: Schema, other: Schema, depth: int) -> bool:
-        """Whether `one` requires a property for which no value fits both schemas."""
+        """Whether `one` requires a property for which no value matches both schemas."""
         if types_of(one) != {"object"} or types_of(other) != {"object"}:
             return False
         return any(
@@ -177,9 +178,10 @@ def property_of(schema: Schema, name: str) -> Any:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the types that a schema's `type`, or else its literals, allow.
+    """Return the types that a schema allows.
 
-    "number" includes integers.
+    These are the types in `type`, or else the types of the schema's literals. "number"
+    includes integers.
     """
     literals = literals_of(schema)
     if "type" not in schema and literals is not None:
@@ -193,7 +195,7 @@ def types_of(schema: Schema) -> set[str]:
 def _are_all_distinct(literal_lists: list[list[Any] | None]) -> bool:
     """Whether no two lists have a common literal.
 
-    False if a list is None or has objects or arrays.
+    Returns False if any list is None or has objects or arrays.
     """
     seen: set[tuple[bool, Any]] = set()
     for literals in literal_lists:
@@ -248,7 +250,7 @@ def json_equal(one: Any, other: Any) -> bool:
 def admits(schema: Any, value: Any) -> bool | None:
     """Whether `schema` matches a literal.
 
-    Returns None if that depends on keywords that this function does not evaluate.
+    Returns None if the result depends on keywords that this function does not evaluate.
     """
     if isinstance(schema, bool):
         return schema

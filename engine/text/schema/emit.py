@@ -29,8 +29,8 @@ def llguidance_json(
     Args:
         checked: the document to which the schema belongs.
         schema: any schema in the document.
-        options: llguidance's whitespace options for a schema within a grammar
-            (`x-guidance`).
+        options: llguidance's whitespace options (`x-guidance`), which a schema within a
+            grammar needs.
     """
     copier = _Copier(checked)
     written = copier.copy(schema)
@@ -55,10 +55,10 @@ class _Copier:
         self._waiting: list[tuple[str, Any]] = []
 
     def definitions(self) -> Schema:
-        """Copy the schemas to which a copy refers, until all are copied.
+        """Copy all schemas to which copies refer, including the new copies.
 
         Returns:
-            The copies of these schemas by name.
+            The copies by name.
         """
         definitions: Schema = {}
         while self._waiting:
@@ -110,7 +110,8 @@ class _Copier:
 def decimals_to_floats(value: Any) -> Any:
     """Return a JSON value with each Decimal converted to float.
 
-    Schemas for llguidance have only numbers that the conversion does not change.
+    The numbers keep their values, because schemas for llguidance have only numbers that
+    llguidance reads exactly.
     """
     if isinstance(value, dict):
         return {key: decimals_to_floats(each) for key, each in value.items()}

@@ -1,7 +1,8 @@
 """Rewords the errors of llguidance for clients.
 
-llguidance's messages refer to its options and code, which clients do not know. So
-each message is replaced by a message from the table below, or by a general one.
+llguidance's messages refer to options and code of llguidance, which clients do not
+know. So each message is replaced by a message from the table below, or by a general
+message.
 """
 
 import logging
@@ -88,7 +89,7 @@ _REWORDED = tuple(
             TOO_COMPLEX,
         ),
         (r"not supported yet", "it has syntax that cannot be enforced; leave it out"),
-        # Only the line of a syntax error is kept.
+        # Clients receive only the line number of a syntax error.
         (r"at line (\d+)", r"it has a syntax error in line \1; correct it"),
         (
             r"^(?:at )?(\d+)\((\d+)\):",
@@ -111,7 +112,7 @@ def reworded(message: str) -> str:
 
 
 def located(path: str, problem: str) -> str:
-    """Return a message about the schema at `path`; "" is the root schema's path."""
+    """Return a message about the schema at `path`; "" is the path of the root."""
     return f"`{shortened(path)}`: {problem}" if path else problem
 
 

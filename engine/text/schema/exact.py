@@ -1,9 +1,9 @@
 """Writes the grammar of a JSON schema with numbers that llguidance would round.
 
-Numbers beyond float64 become regular expressions (numbers.py). The schemas that contain
-or refer to such numbers become rules in Lark syntax. All other schemas stay JSON
-schemas within the grammar. The tokens between values include the whitespace, because
-llguidance fails if whitespace of two grammars can be adjacent.
+Such numbers become regular expressions with all digits (numbers.py). The schemas that
+contain or refer to such numbers become rules in Lark syntax. All other schemas stay
+JSON schemas within the grammar. Whitespace belongs to the tokens between values, such
+as COMMA, because llguidance fails if whitespace of two grammars can be adjacent.
 """
 
 import json
@@ -28,10 +28,10 @@ from engine.text.schema.locate import llguidance_problem
 from engine.text.schema.merge import Unsatisfiable, flatten
 from engine.text.schema.references import Schema, children
 
-MAX_BLANKS: Final = 12  # the most consecutive whitespace characters
+MAX_BLANKS: Final = 12  # maximum number of consecutive whitespace characters
 BLANKS: Final = r"[\x20\x0A\x0D\x09]"
 OPTIONS: Final = {"whitespace_pattern": f"{BLANKS}{{1,{MAX_BLANKS}}}"}
-_MAX_COMBINATIONS: Final = 256  # the most ways to choose an option of each union
+_MAX_COMBINATIONS: Final = 256  # limit of the ways to choose one option of each union
 _NUMERIC: Final = ("integer", "number")
 _STRING_KEYWORDS: Final = ("minLength", "maxLength", "pattern", "format")
 _OBJECT_KEYWORDS: Final = (
@@ -48,7 +48,7 @@ _ARRAY_KEYWORDS: Final = (
 
 
 def exact_lark(checked: CheckedSchema) -> str:
-    """Return a grammar in Lark syntax for a schema with numbers beyond float64.
+    """Return a Lark grammar for a schema with numbers that llguidance would round.
 
     Raises:
         GrammarError: a keyword cannot be combined with such numbers, or no value
@@ -77,23 +77,23 @@ def _tokens() -> list[str]:
 
 
 def lark_string(text: str) -> str:
-    """Return a string literal in Lark syntax: as in JSON, but with DEL escaped."""
+    """Return a string literal in Lark syntax, which is JSON with DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 class _ExactGrammar(ContainerRules):
-    """Collects the rules of one grammar. None stands for a rule that never matches."""
+    """Collects the rules of one grammar. Methods return None if no value matches."""
 
     def __init__(self, checked: CheckedSchema) -> None:
         super().__init__()
         self._checked = checked
         self._rule_names: dict[int, str | None] = {}
-        # Keeps the schemas alive that this class creates, so that no id() is reused.
+        # This list keeps schemas alive, so that the id() of a schema is never reused.
         self._schemas: list[Any] = []
         # The names of the tokens for numbers, by their regular expressions.
         self._number_tokens: dict[str, str] = {}
-        # By the JSON text of each schema that is left to llguidance: the name of the
-        # schema's rule, and why llguidance refuses the schema ("" if accepted).
+        # For each schema that llguidance enforces, by the schema's JSON text: the name
+        # of its rule, and the reason why llguidance refuses it ("" if accepted).
         self._leaf_rules: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
@@ -117,8 +117,8 @@ class _ExactGrammar(ContainerRules):
             body = None
         if body is None:
             self._rule_names[id(schema)] = None
-            # Define the rule in any case: a recursive schema may refer to it. Its
-            # pattern matches no text.
+            # Define a rule that matches no text, because a recursive schema may refer
+            # to this rule.
             self.lines.append(rf"{name}: /[^\s\S]/")
             return None
         self.lines.append(f"{name}: {body}")

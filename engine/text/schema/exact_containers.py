@@ -1,4 +1,4 @@
-"""Writes rules in Lark syntax for objects and arrays with numbers beyond float64.
+"""Writes Lark rules for objects and arrays with numbers that llguidance would round.
 
 See exact.py.
 """
@@ -10,8 +10,8 @@ from typing import Any
 from engine.text.schema.keywords import fail, keyword_path
 from engine.text.schema.references import Schema
 
-# Matches the names of properties. Each name has only one spelling, so excluding the
-# spelling excludes the name.
+# Matches the name of a property as a JSON string. The pattern allows only one spelling
+# of each name, so excluding this spelling excludes the name.
 _ANY_NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
 
 
@@ -42,12 +42,13 @@ class ContainerRules(ABC):
         return name
 
     def object_rule(self, schema: Schema, path: str) -> str | None:
-        """Return a rule for an object, which has its properties in the schema's order.
+        """Return a rule for an object with its properties in the schema's order.
 
         Returns None if no object matches.
 
         Raises:
-            GrammarError: a keyword cannot be combined with numbers beyond float64.
+            GrammarError: a keyword cannot be combined with numbers that llguidance
+                would round.
         """
         for keyword in ("patternProperties", "minProperties", "maxProperties"):
             if keyword in schema:
@@ -97,7 +98,8 @@ class ContainerRules(ABC):
         Args:
             pairs: for each property, a rule for its name and value, and whether the
                 property is required.
-            more: a rule for an additional pair; None if there are none.
+            more: a rule for an additional pair; None if no additional pairs are
+                allowed.
         """
         rest = self._define(f"(COMMA {more})*" if more else '""')
         first = None if more is None else self._define(f"{more} {rest}")
@@ -163,7 +165,7 @@ class ContainerRules(ABC):
 
         Args:
             first_items: the rules of the first items.
-            more: the rule of all items after the first items; None if there are none.
+            more: the rule for all later items; None if no later items are allowed.
             minimum: the smallest number of items.
             maximum: the largest number of items; None if it is not limited.
         """

@@ -1,9 +1,9 @@
-"""Checks a JSON schema keyword by keyword, and names each mistake by its path.
+"""Checks a JSON schema keyword by keyword. Error messages have the keyword's path.
 
-The library llguidance receives only keywords that were checked here. Unknown keywords,
-annotations and formats that are not enforced are left out, and references are resolved.
-A `oneOf` becomes an `anyOf` (emit.py), which is equivalent: its options must exclude
-each other.
+The library llguidance receives only keywords that this module has checked. Unknown
+keywords, annotations and formats that are not enforced are left out, and references are
+resolved. A `oneOf` becomes an `anyOf` (emit.py). The two are equivalent, because a
+`oneOf` is accepted only if no value can match two of its options.
 """
 
 import json
@@ -24,7 +24,7 @@ FORMATS: Final = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri",
     "uuid",
 )  # fmt: skip
-# No answer has as many characters, items or properties.
+# No answer has this many characters, items or properties.
 MAX_COUNT: Final = 2**31 - 1
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS: Final = (
@@ -96,7 +96,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def fail(path: str, problem: str) -> NoReturn:
-    """Raise GrammarError about the keyword at `path`; "" is the root schema.
+    """Raise GrammarError about the keyword or schema at `path`; "" is the root schema.
 
     Args:
         problem: the predicate of the message, such as "must be a string".
@@ -245,8 +245,8 @@ class CheckedSchema:
                 count = _count(value, keyword_path(path, keyword))
                 schema[keyword] = count
                 if count == MAX_COUNT and keyword.startswith("max"):
-                    # No value reaches this limit, but llguidance would need states up
-                    # to it.
+                    # No value reaches this limit, but llguidance would need a state for
+                    # each count up to the limit.
                     del schema[keyword]
                 elif count == MAX_COUNT:
                     must_be = f"it must be below {MAX_COUNT}"
@@ -281,7 +281,7 @@ class CheckedSchema:
         )
 
     def _spread_to_parents(self) -> None:
-        """Add every schema that contains, or refers to, one in `needs_exact_rules`."""
+        """Add to `needs_exact_rules` the schemas that contain or refer to members."""
         waiting = list(self.needs_exact_rules)
         while waiting:
             for parent in self._parents.get(waiting.pop(), ()):
@@ -290,9 +290,9 @@ class CheckedSchema:
                     waiting.append(parent)
 
     def _check_multiples(self) -> None:
-        """Refuse several `multipleOf` that llguidance may not combine exactly.
+        """Refuse `multipleOf` values that llguidance might combine inexactly.
 
-        llguidance computes their least common multiple, which may overflow.
+        llguidance computes the least common multiple of the values, which may overflow.
         """
         common = 1  # a common multiple of all multiples so far
         seen: set[tuple[int, int]] = set()
@@ -336,7 +336,7 @@ class CheckedSchema:
 def llguidance_rounds_keywords(schema: Schema) -> bool:
     """Whether llguidance would round a number in the keywords of `schema`.
 
-    Schemas within `schema` do not count.
+    The numbers in schemas within `schema` do not count.
     """
     if any(
         not numbers.is_exact_in_llguidance(schema[name])
@@ -453,7 +453,7 @@ def _is_bound(value: Any) -> bool:
     return is_number(value) or isinstance(value, bool)
 
 
-# For each keyword, whether a value is valid, and what a valid value is.
+# For each keyword, a function that checks a value, and a description of valid values.
 _MUST_BE: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "type": (
         lambda value: _is_string(value) or _is_filled_list(value),

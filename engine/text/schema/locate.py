@@ -10,12 +10,13 @@ from engine.text.schema.errors import located, reworded
 from engine.text.schema.keywords import CheckedSchema
 from engine.text.schema.references import children
 
-# The most CPU seconds of a search. The search then returns the deepest part so far.
+# Limit of CPU seconds for a search. At the limit, the search returns the deepest part
+# found so far.
 _MAX_CPU_S: Final = 0.05
 
 
 def llguidance_problem(text: str) -> str:
-    """Return why llguidance refuses a schema, in words for clients; "" if accepted."""
+    """Return a message about why llguidance refuses a schema; "" if it is accepted."""
     message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     return reworded(message) if message else ""
 

@@ -1,7 +1,7 @@
-"""Merges JSON schemas into one that a value matches only if it matches all of them.
+"""Merges JSON schemas into one schema that combines the restrictions of all of them.
 
-Used only for schemas with numbers beyond float64: exact.py writes the grammar of the
-merged schema. All other schemas are merged by llguidance.
+Only schemas with numbers that llguidance would round are merged here, for exact.py.
+llguidance merges all other schemas.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def flatten(
 
     Returns:
         A schema without combining keywords, and lists of options. A value matches
-        `schema` if it matches the returned schema and one option of each list.
+        `schema` if it matches the returned schema and an option of each list.
 
     Raises:
         GrammarError: the schemas have keywords that cannot be combined.

@@ -1,8 +1,9 @@
-"""Writes regular expressions for exact ranges of numbers, without exponents.
+"""Writes regular expressions for numbers between exact bounds, without exponents.
 
 The library llguidance stores numbers as float64 and int64. It would round integers
-beyond 2**53 and decimals of more than 17 digits. So this module writes ranges with such
-bounds digit by digit. The expressions have no anchors, and groups only for precedence.
+beyond 2**53 and decimals of more than 17 digits. So this module writes patterns for
+ranges with such bounds digit by digit. The patterns have no anchors, and groups only
+for precedence.
 """
 
 import math
@@ -16,8 +17,9 @@ Number = int | Decimal
 # llguidance's ranges are exact below this number, because float64 represents every
 # integer below it.
 EXACT_BELOW = 2**53
-# The most digits of a number that is written without an exponent. The largest float64
-# has 309 digits, and the smallest one above 0 has 324 decimal places.
+# Maximum number of digits of a number that is written without an exponent. For
+# comparison, the largest float64 has 309 digits, and the smallest float64 above 0 needs
+# 324 decimal places.
 MAX_DIGITS = 400
 
 # llguidance stores a `multipleOf` as uint32 * 10**-k.
@@ -74,8 +76,8 @@ def llguidance_multiple(multiple: Number) -> float | int | None:
     """Return a number that llguidance reads as exactly `multiple`, which is above 0.
 
     llguidance multiplies a float64 by 10 until the result is an integer. With this
-    method, the float64 that is nearest to 0.07 becomes 7000000000000001. So this
-    function starts from the integer 7, and searches for a float64 that becomes 7.
+    method, the float64 that is nearest to 0.07 becomes 7000000000000001. So for 0.07,
+    this function starts from the integer 7, and searches for a float64 that becomes 7.
 
     Returns:
         None if there is no such number.
@@ -200,7 +202,7 @@ def _natural_numbers(minimum: int, maximum: int | None) -> list[str]:
     """Return patterns for the integers from `minimum` (>= 0) to `maximum`.
 
     Args:
-        maximum: the largest integer; None: there is no largest one.
+        maximum: the largest integer; None: the range has no end.
     """
     low = str(minimum)
     if maximum is None:
@@ -216,7 +218,7 @@ def _natural_numbers(minimum: int, maximum: int | None) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> Iterator[str]:
-    """Yield patterns for the digit strings from `low` to `high`, of equal length."""
+    """Yield patterns for all digit strings from `low` to `high` of the same length."""
     if low == high:
         yield low
         return
@@ -321,8 +323,8 @@ def _above(prefix: str, low: str, lower: Bound) -> Iterator[str]:
     """Yield patterns for the fractions that begin with `prefix`, from a lower bound on.
 
     Args:
-        prefix: the first digits of the fractions, also of the bound's fraction.
-        low: the other digits of the bound's fraction, without zeros at the end.
+        prefix: the first digits of all these fractions and of the bound's fraction.
+        low: the remaining digits of the bound's fraction, without zeros at the end.
         lower: the bound. Only `is_exclusive` is used.
     """
     for index, digit in enumerate(low):
@@ -339,8 +341,8 @@ def _below(prefix: str, high: str, upper: Bound) -> Iterator[str]:
     """Yield patterns for the fractions that begin with `prefix`, up to an upper bound.
 
     Args:
-        prefix: the first digits of the fractions, also of the bound's fraction.
-        high: the other digits of the bound's fraction, without zeros at the end.
+        prefix: the first digits of all these fractions and of the bound's fraction.
+        high: the remaining digits of the bound's fraction, without zeros at the end.
         upper: the bound. Only `is_exclusive` is used.
     """
     for index, digit in enumerate(high):

@@ -5,8 +5,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
-# Keywords with a value that is a schema, a list of schemas, or an object of schemas by
-# name.
+# Keywords by the kind of their value: a schema, a list of schemas, or an object of
+# schemas by name.
 SCHEMA_KEYWORDS = frozenset({"additionalItems", "additionalProperties", "items"})
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 SCHEMA_MAP_KEYWORDS = frozenset({"patternProperties", "properties"})
@@ -16,7 +16,7 @@ DEFINITION_KEYWORDS = ("$defs", "definitions")
 class Resource(NamedTuple):
     """A schema that has its own identifier, or the root schema of a document.
 
-    References `#/...` within a resource start at its `root`.
+    References such as `#/...` within a resource are relative to its `root`.
 
     Attributes:
         base: the identifier, a URI.
@@ -57,7 +57,8 @@ class References:
     def __init__(self, document: Schema, id_keyword: str) -> None:
         self._id_keyword = id_keyword
         self._resources: dict[str, Resource] = {}  # by identifier
-        # By the id() of a resource's root, and the name of the anchor.
+        # The schemas with an anchor, by the id() of their resource's root and the name
+        # of the anchor.
         self._anchored_schemas: dict[tuple[int, str], Any] = {}
         base = document.get(id_keyword)
         self.root = Resource(base if isinstance(base, str) else "", document)
@@ -85,7 +86,7 @@ class References:
     def resource_of(self, schema: Schema, parent: Resource) -> Resource:
         """Return the resource to which a schema within `parent` belongs.
 
-        A schema with an identifier is a new resource.
+        A schema that has an identifier is itself a resource.
         """
         name = schema.get(self._id_keyword)
         if schema is parent.root or not isinstance(name, str) or name.startswith("#"):

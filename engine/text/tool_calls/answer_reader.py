@@ -1,8 +1,8 @@
 """Reads an answer piece by piece, for all tool-call formats. Pure, no I/O.
 
-A format reads an answer in a generator, which yields when it needs more text, and
-receives that text from `yield`. The functions of `AnswerReader` match tags, hold back
-text that may become a call, and collect what the client receives.
+The `read` method of a format is a generator. It yields when it needs more text, and
+`yield` returns that text. The methods of `AnswerReader` match tags, hold back text that
+may become a call, and collect the content and calls for the client.
 """
 
 import re
@@ -14,8 +14,8 @@ from protocol.openai.tools import ToolCallPiece, call_id
 
 BLANKS = " \t\r\n"
 MAX_HEAD_CHARS = 512  # the longest head of a call: the text before the arguments
-# Matches one character, and the text after it up to white space or a character with
-# which a tag may begin.
+# Matches one character, and all text before the next white space or the next "<" or
+# "[", with which a tag may begin.
 _PLAIN_TEXT = re.compile(rf".[^<\[{BLANKS}]*", re.DOTALL)
 
 # A reader yields to get more text, and returns a value of the type _T.
@@ -42,14 +42,14 @@ class AnswerReader:
 
     Attributes:
         text: the text that has not been read yet.
-        held: pieces of text held back, because the text may become a tag or a call.
-            Otherwise, the text becomes content.
+        held: text held back, in pieces, because it may belong to a tag or a call. Text
+            that belongs to neither becomes content.
         held_belongs_to_call: whether the text held back belongs to the preceding call,
             so that it must not become content.
         is_ended: whether all text of the answer has arrived.
-        parsed: the content and the pieces of calls for the next result of `ToolParser`.
-        num_calls: how many calls the model has begun, including calls that the client
-            does not receive.
+        parsed: the content and the pieces of calls that `ToolParser` returns next.
+        num_calls: number of calls that the model has begun, including calls that the
+            client does not receive.
         open_calls: the indices of the calls that have incomplete arguments.
     """
 
@@ -87,7 +87,7 @@ class AnswerReader:
     def match_tag(self, tag: str, before: str = BLANKS) -> Reader[bool]:
         """Return whether `tag` comes next, after any number of characters in `before`.
 
-        Holds back these characters, and the tag if it comes next.
+        The characters before the tag are held back, and the tag too if it comes next.
         """
         while True:
             text = self.text.lstrip(before)
@@ -127,9 +127,9 @@ class AnswerReader:
         return self.text[0]
 
     def read_content_through(self, *tags: str) -> Reader[None]:
-        """Read content up to the next opening tags, and hold the tags back.
+        """Read content up to `tags` in this order, and hold the tags back.
 
-        All of `tags` except the last are optional.
+        All tags except the last are optional.
         """
         while True:
             is_match = False
@@ -155,7 +155,7 @@ class AnswerReader:
         Scans each character once.
 
         Args:
-            limit: the most characters to read.
+            limit: the maximum number of characters to read.
 
         Returns:
             The text including `tag`. "" if the tag is not in the next `limit`
@@ -214,7 +214,8 @@ class AnswerReader:
     def add_arguments(self, arguments: str) -> None:
         """Append text to the arguments of the current call."""
         calls = self.parsed.calls
-        # The piece with the name gets no arguments: clients receive the name alone.
+        # The piece with the name stays without arguments: clients receive the name
+        # first, and the arguments in later pieces.
         if calls and calls[-1].name is None:
             calls[-1].arguments += arguments
         elif arguments:

@@ -37,7 +37,7 @@ class DeepSeekV3Format(JsonCallFormat):
     stops_at_tags = True
 
     def read(self) -> Reader[None]:
-        """Read calls. Tags around all calls and at the end of a call are optional."""
+        """Read calls. A call's end tag and the tags around all calls are optional."""
         while True:
             yield from self.answer.read_content_through(_CALLS, _CALL)
             if (yield from self.read_headed_call(_HEAD)):

@@ -18,7 +18,7 @@ class RequiredFormat(JsonListFormat):
 
 
 class NamedFormat(ToolCallFormat):
-    """The arguments of the tool that the request names."""
+    """An answer that is only the arguments of the tool that the request names."""
 
     name = "named"
 
@@ -27,7 +27,7 @@ class NamedFormat(ToolCallFormat):
         self._arguments: list[str] = []
 
     def read(self) -> Reader[None]:
-        """Begin the call at the first text. The answer's text is the arguments."""
+        """Begin the call when text arrives. All text belongs to the arguments."""
         answer = self.answer
         answer.text = yield
         answer.begin_call(self.tools.name)

@@ -10,19 +10,20 @@ NAME = r"\s*(?P<name>[\w.-]+)\s*"  # pattern of a tool's name in a call's head
 
 
 class ToolCallFormat(ABC):
-    """The format in which some models write tool calls. An instance reads one answer.
+    """A format in which some models write tool calls. An instance reads one answer.
 
     To add a format, write a subclass in a file of its own and add it to registry.py.
 
     Attributes:
-        name: the value that selects the format, of --tool-call-parser or, for calls
-            that the request forces, of `Tools.mode`.
-        template_pattern: a regular expression that matches within the chat templates of
-            models with the format.
-        answer_starts: texts with which an answer begins only if it is a call. "{}"
-            stands for the name of a tool.
+        name: the value of --tool-call-parser that selects the format. For calls that
+            the request forces, the value of `Tools.mode`.
+        template_pattern: a regular expression that matches a part of the chat templates
+            of models with this format; "" if no chat template selects the format.
+        answer_starts: the texts with which an answer may begin only if it is a call.
+            "{}" stands for the name of a tool.
         openings: the possible beginnings of a call, usually through the tool's name.
-            "{}" stands for the name. They have no white space, even if calls do.
+            "{}" stands for the name. Openings have no white space, because white space
+            in the answer is ignored when the two are compared.
         start_tags: the tags with which the openings begin.
         special_tags: tags that are special tokens in some vocabularies. The detokenizer
             keeps their text if the answer can have calls.
@@ -53,11 +54,11 @@ class ToolCallFormat(ABC):
         """Read the answer. The generator yields to get more text, and never returns."""
 
     def finish(self) -> None:  # noqa: B027 (most formats have nothing to add)
-        """Complete the calls. All text of the answer has been read."""
+        """Complete the calls after all text of the answer has been read."""
 
     @property
     def has_complete_calls(self) -> bool:
-        """Whether the client receives calls, all with complete arguments."""
+        """Whether the client receives calls, and all of them are complete."""
         num_calls = self.answer.num_calls
         if not self.tools.is_parallel:
             num_calls = min(num_calls, 1)

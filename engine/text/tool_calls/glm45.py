@@ -1,4 +1,4 @@
-"""GLM 4.5: the tool's name, then tags around each key and each value.
+"""GLM 4.5: a call is the tool's name, then tags around each key and each value.
 
 text <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> ...</tool_call>
 """

@@ -10,8 +10,8 @@ from engine.text.tool_calls.format import ToolCallFormat
 from protocol.openai.tools import Tools
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
-# The beginning of an object that has the tool's name first, through the first bracket
-# of the arguments.
+# Matches the beginning of an object that has the tool's name before the arguments,
+# through the first bracket of the arguments.
 _OBJECT_HEAD = re.compile(
     rf'(\{{\s*"name"\s*:\s*{_STRING}\s*),\s*"(?:arguments|parameters)"\s*:\s*[{{\[]',
     re.DOTALL,
@@ -25,8 +25,8 @@ class BracketScanner:
         quotes: the characters that quote strings.
         opening: the opening brackets.
         closing: the closing brackets.
-        stops_at_tags: whether an unquoted "<" ends the object, although closing
-            brackets are missing. JSON has no unquoted "<", so a tag begins there.
+        stops_at_tags: whether an unquoted "<" ends the object even if closing brackets
+            are missing. JSON has no unquoted "<", so the "<" must begin a tag.
 
     Attributes:
         depth: the number of open brackets.
@@ -53,7 +53,7 @@ class BracketScanner:
     def read_until(
         self, depths: tuple[int, ...], consume: Callable[[str], None]
     ) -> Reader[None]:
-        """Pass text to `consume` until a bracket makes the depth one of `depths`.
+        """Pass text to `consume` until a bracket changes the depth to one of `depths`.
 
         With `stops_at_tags`, reading also stops before a tag.
         """
@@ -96,9 +96,9 @@ class JsonCallFormat(ToolCallFormat):
         self.scanner = BracketScanner(answer, stops_at_tags=self.stops_at_tags)
 
     def read_object_call(self, before: str = BLANKS) -> Reader[bool]:
-        """Read a JSON object with "name" and either "arguments" or "parameters".
+        """Read a call: a JSON object with "name", and "arguments" or "parameters".
 
-        Text that is not such an object becomes content, as the model wrote it.
+        Text that is not a call becomes content, as the model wrote it.
 
         Args:
             before: characters that may precede the object.
@@ -137,12 +137,12 @@ class JsonCallFormat(ToolCallFormat):
         """Emit the arguments as they arrive, then skip the end of the object."""
         yield from self.scanner.read_until((1,), self.answer.add_arguments)
         self.answer.end_call(is_complete=self.scanner.depth == 1)
-        # If the object lacks its last bracket, the closing tag comes next.
+        # If the object lacks its last bracket, </tool_call> comes next.
         if not (yield from self.answer.skip_tag("</tool_call>")):
             yield from self.scanner.read_until((0,), lambda _: None)
 
     def read_headed_call(self, head: re.Pattern[str]) -> Reader[bool]:
-        """Read a call that has its name before the arguments.
+        """Read a call that is the tool's name, then the arguments as an object.
 
         Text that is not a call becomes content.
 

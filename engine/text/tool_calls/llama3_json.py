@@ -1,4 +1,4 @@
-"""Llama 3: an answer with calls has only JSON objects.
+"""Llama 3: an answer with calls consists only of JSON objects.
 
 {"name": "f", "parameters": {...}}; {...}
 """
@@ -13,7 +13,7 @@ _BETWEEN_CALLS = BLANKS + "[],;"
 
 
 class JsonListFormat(JsonCallFormat):
-    """Reads several objects, in a list or separated by semicolons."""
+    """A list of JSON objects, or JSON objects separated by semicolons."""
 
     def read(self) -> Reader[None]:
         """Read calls up to the first text that is not a call. The rest is content."""

@@ -31,7 +31,7 @@ class MistralFormat(JsonCallFormat):
     has_short_ids = True
 
     def read(self) -> Reader[None]:
-        """Read a list of objects, or a call with its name first, after each tag."""
+        """Read a list of objects, or a name with its arguments, after each tag."""
         while True:
             yield from self.answer.read_content_through(_TAG)
             if (yield from self.answer.peek()) not in ("[", "{"):

@@ -1,9 +1,10 @@
 """Reads formats that have tags around each parameter of a call. Pure, no I/O.
 
 A parameter's value ends at the value's end tag, which models sometimes leave out. If
-the end tag is missing, the value ends before the next parameter: a parameter of the
-tool that the call does not have yet, or any parameter that begins a line. If there is
-no next parameter, the value ends with the call.
+the end tag is missing, the value ends before the next parameter. A parameter tag counts
+as the next parameter only if the call does not have this parameter yet. The tag must
+also begin a line or name a parameter of the tool. If there is no next parameter, the
+value ends with the call.
 """
 
 import re
@@ -15,8 +16,8 @@ from engine.text.tool_calls.answer_reader import MAX_HEAD_CHARS, Reader
 from engine.text.tool_calls.format import ToolCallFormat
 from protocol.openai.tools import parameters_of
 
-# How many characters, including white space, are examined to decide whether a "<"
-# begins a tag.
+# Maximum number of characters, including white space, that are examined to decide
+# whether a "<" begins a tag.
 MAX_TAG_CHARS = 128
 _PARAMETER = re.compile(r"[\w.-]+")
 
@@ -25,7 +26,7 @@ class Tags(NamedTuple):
     """The tags of a format.
 
     Attributes:
-        begin: the tags that begin a call. Only the last of them is required.
+        begin: the tags that begin a call. Only the last tag is required.
         name_end: the text that ends the tool's name. It may be the beginning of the
             next tag.
         key: the tag that begins a parameter's name.
@@ -34,8 +35,9 @@ class Tags(NamedTuple):
             and at the end of a value does not belong to the value.
         value_end: the tag that ends a value.
         ends: the tags that end a call.
-        after_call: texts that occur only where a call ends, so that no value contains
-            them. They have no white space, even if answers do.
+        after_call: texts that occur only where a call ends, so no value contains them.
+            These texts have no white space, because white space in the answer is
+            ignored when the two are compared.
     """
 
     begin: tuple[str, ...]
@@ -54,8 +56,8 @@ class Tags(NamedTuple):
 
         Args:
             text: the next characters, at most MAX_TAG_CHARS. The first one is "<".
-            keys: the parameters that the call has so far. None of them can follow.
-            names: the parameters that may follow; if empty, any may follow.
+            keys: the parameters that the call has so far, which cannot follow again.
+            names: the parameters that may follow; if empty, any parameter may follow.
 
         Returns:
             None if this cannot be decided without more text.
@@ -199,7 +201,7 @@ class ParameterTagsFormat(ToolCallFormat):
             answer.text += yield
 
     def _schemas_of(self, name: str | None) -> dict[str, Any]:
-        """Return the schemas of a tool's parameters by name; {} if it has none."""
+        """Return the schemas of a tool's parameters by name; {} if there are none."""
         for tool in self.tools.offered:
             if tool["function"]["name"] == name:
                 properties = parameters_of(tool).get("properties")

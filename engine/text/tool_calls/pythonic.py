@@ -1,4 +1,4 @@
-"""Llama 4 and others: an answer with calls has only a list of Python calls.
+"""Llama 4 and others: an answer with calls consists only of a list of Python calls.
 
 [f(a=1), g()]
 """
@@ -24,7 +24,7 @@ class PythonicFormat(ToolCallFormat):
     requires_offered_name = True
 
     def read(self) -> Reader[None]:
-        """Read a list of Python calls at the start. All text after it is content."""
+        """Read a list of Python calls at the start. All later text is content."""
         answer = self.answer
         scanner = BracketScanner(answer, quotes="\"'", opening="([{", closing=")]}")
         yield from answer.match_tag(_START)

@@ -31,7 +31,8 @@ _MODEL_FORMATS: tuple[type[ToolCallFormat], ...] = (
 MODEL_FORMATS: Final[Mapping[ToolSyntax, type[ToolCallFormat]]] = {
     cast(ToolSyntax, format_class.name): format_class for format_class in _MODEL_FORMATS
 }
-# Formats for tool_choice "required" or a named function, by `Tools.mode`.
+# Formats of the calls that a request forces, by `Tools.mode`. The request's tool_choice
+# is "required" or names a function.
 FORCED_CALL_FORMATS: Final[Mapping[str, type[ToolCallFormat]]] = {
     format_class.name: format_class for format_class in (RequiredFormat, NamedFormat)
 }

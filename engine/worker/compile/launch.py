@@ -9,9 +9,10 @@ from protocol.process import lifecycle
 
 logger = logging.getLogger("baton.engine")
 
-# With fewer processors, the other processes would only delay this rank.
+# With fewer processors, the compiling processes would only delay the rank.
 _MIN_PROCESSORS = 4
-# Bound of the wait. The shadow itself gives up a minute after it has found all kernels.
+# Maximum wait for the shadow process. The process itself stops waiting for compilers a
+# minute after it has found all kernels.
 _TIMEOUT_S = 120.0
 
 
@@ -27,7 +28,8 @@ class Shadow:
         )
 
     def wait(self) -> None:
-        """Waits until the process has ended. The rank can continue in any case."""
+        """Waits until the process has ended, at most _TIMEOUT_S. The rank compiles
+        missing kernels itself."""
         if not self._child.exited.wait(_TIMEOUT_S):
             logger.warning("kernels were not compiled within %g s", _TIMEOUT_S)
             self._child.kill()
@@ -39,7 +41,7 @@ class Shadow:
 
 
 def start_shadow(config: EngineConfig) -> Shadow | None:
-    """Starts the process, or returns None if this host has too few processors."""
+    """Starts the shadow process. Returns None if this host has too few processors."""
     if len(os.sched_getaffinity(0)) < _MIN_PROCESSORS:
         return None
     return Shadow(config)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger("baton.engine")
 
-# All modules with Triton kernels. A module comes after those whose functions it calls.
+# All modules with Triton kernels. A module follows all modules whose functions it
+# calls.
 KERNEL_MODULES = (
     "attention.kernels.launch",
     "attention.kernels.store",
@@ -31,7 +32,7 @@ KERNEL_MODULES = (
     "kvcache.verify.digest_kernel",
     "kvcache.transfer.move.place_kernel",
 )
-# Bound of the wait for all kernels. A kernel takes up to 3 s to compile.
+# Maximum wait for all kernels. A kernel takes up to 3 s to compile.
 _TIMEOUT_S = 60.0
 
 
@@ -42,7 +43,7 @@ class KernelRequest(NamedTuple):
         module: name of the module that defines the kernel.
         name: qualified name of the kernel's Python function.
         signature: type of each parameter, by name.
-        constants: values of constant parameters, by path.
+        constants: values of constant parameters, by path (a tuple of indices).
         attributes: properties of parameters, such as divisibility, by path.
         options: the options of the compiler.
         target: the GPU's architecture, as a `GPUTarget`.
@@ -58,7 +59,8 @@ class KernelRequest(NamedTuple):
 
 
 def compute_cache_keys() -> None:
-    """Computes Triton's names of all kernels in the cache on disk, in a fixed order.
+    """Computes, in a fixed order, the names under which Triton caches all kernels on
+    disk.
 
     Triton 3.6 computes a name at the first launch. The name contains the global values
     of a called function only if that function's own name was computed before. Without
@@ -75,14 +77,14 @@ def compute_cache_keys() -> None:
 def compile_kernel(request: KernelRequest) -> bool:
     """Compiles a kernel and its launcher, unless they are in the cache.
 
-    The launcher is a module in C, which takes as long as the kernel. Without a GPU,
-    only the kernel is compiled.
+    The launcher is a module in C, which takes as long to compile as the kernel. Without
+    a GPU, only the kernel is compiled.
 
     Returns:
         False if the kernel's function is not a global of its module.
     """
-    # Imported here, because only GPU machines have triton, and because the processes
-    # start faster than torch is imported.
+    # Imported here, because only GPU machines have triton, and because importing torch
+    # earlier would delay the start of the compiling processes.
     import torch
     import triton
     from triton.compiler import ASTSource
@@ -118,7 +120,8 @@ class KernelCompilers:
             initializer=_prepare_process,
         )
         self._futures: list[Future[bool]] = []
-        # The executor starts a process for each call that finds no idle process.
+        # Start all processes now. The executor starts a process for each call that
+        # finds no idle process.
         for _ in range(num_processes):
             self._executor.submit(_do_nothing)
 
@@ -126,9 +129,10 @@ class KernelCompilers:
         self._futures.append(self._executor.submit(compile_kernel, request))
 
     def wait(self) -> int:
-        """Waits for all kernels. Returns how many are in the cache now.
+        """Waits for all submitted kernels, at most _TIMEOUT_S. Returns the number of
+        these kernels that are now in the cache.
 
-        The rank compiles the other kernels itself, and reports their errors.
+        The rank later compiles all other kernels itself, and reports their errors.
         """
         deadline_s = time.monotonic() + _TIMEOUT_S
         num_compiled = 0
@@ -143,12 +147,14 @@ class KernelCompilers:
         return num_compiled
 
     def close(self) -> None:
-        """Ends the processes, after the kernels that they are compiling."""
+        """Ends each process after the kernel that it is compiling. Does not wait for
+        this."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _prepare_process() -> None:
-    """Imports what compiling needs, and ends this process when its parent ends."""
+    """Imports the modules that compiling needs, and starts a thread that ends this
+    process when its parent ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,14 +1,16 @@
-"""A process that finds the Triton kernels that a rank is going to need, and has them
-compiled by other processes.
+"""Finds the Triton kernels that a rank is going to need, and lets other processes
+compile them. This module runs in its own process, the shadow of the rank.
 
 Triton compiles a kernel at its first launch. That takes about 0.3 s, most of it in
-Python, so threads would not help: the 52 kernels of an 8B model with FP8 weights take
+Python, so threads would not help. The 52 kernels of an 8B model with FP8 weights take
 17 s one after the other. This process makes the same model as the rank, but with random
 weights and only the first layers, and runs the steps of the warm-up without launching
-kernels. Triton reports which kernels the steps lack. The rank imports its modules at
-the same time, and then finds the kernels in Triton's cache on disk.
+kernels. Triton reports each kernel that it would have to compile. While this process
+runs, the rank imports its modules. The rank then finds the kernels in Triton's cache on
+disk.
 
-A rank needs nothing of this process but time: it compiles itself what it does not find.
+This process only saves time: the rank compiles every kernel that it does not find in
+the cache.
 """
 
 import logging
@@ -23,8 +25,9 @@ from protocol.process.logging import setup_logging
 
 logger = logging.getLogger("baton.engine")
 
-# Bound of the processes. A model needs about 60 kernels, so more processes would
-# compile fewer than eight each, and each process takes 0.5 GiB of memory.
+# Maximum number of compiling processes. A model needs about 60 kernels, so more
+# processes would compile fewer than eight each, and each process takes 0.5 GiB of
+# memory.
 _MAX_PROCESSES = 8
 
 
@@ -42,8 +45,9 @@ def main() -> None:
         requests.append(request)
         compilers.submit(request)
 
-    # Imported here, while the compiling processes import their modules. This takes
-    # seconds, and those processes import this module, too.
+    # Imported here, while the compiling processes import their modules, because these
+    # imports take seconds. At the top of this module they would delay the compiling
+    # processes, which import this module, too.
     from engine.worker.compile.shadow_model import run_steps
     from engine.worker.compile.skipping import skipping_kernels
 
@@ -54,7 +58,7 @@ def main() -> None:
     num_compiled = compilers.wait()
     logger.info(
         "compiled %d of %d kernels: %.1f s for imports, %.1f s to find the kernels, "
-        "%.1f s for the rest",
+        "%.1f s to finish compiling",
         num_compiled,
         len(requests),
         imported_s - started_s,

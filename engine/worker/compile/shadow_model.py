@@ -19,10 +19,11 @@ from model.parallel import Parallel, Ranks
 
 
 def run_steps(config: EngineConfig) -> None:
-    """Runs every kind of step of rank 0 of this host, in a model of few layers.
+    """Runs every kind of step of the first rank of this host, on a model with few
+    layers.
 
-    Does nothing if modules of FlashInfer are not compiled yet: that takes minutes, and
-    the rank does it while it loads its weights.
+    Does nothing if FlashInfer's modules are not compiled yet, because that takes
+    minutes. The rank compiles these modules while it loads its weights.
     """
     check_devices(config)
     model_config = read_config(config.model_dir, config)
@@ -45,13 +46,15 @@ def run_steps(config: EngineConfig) -> None:
 
 
 def _all_steps(sizes: WarmUpSizes, max_rows: int) -> list[StepInput]:
-    """The steps of the warm-up, and those that the rank captures as CUDA graphs."""
+    """The steps of the warm-up, and the decode steps that the rank captures as CUDA
+    graphs."""
     captured = [sizes.step([1] * count, stored=7) for count in captured_sizes(max_rows)]
     return [*captured, *steps(sizes)]
 
 
 def first_layers(model_config: ModelConfig) -> ModelConfig:
-    """Returns the model with only as many layers as have all kinds of layers."""
+    """Returns the config of a model with only the first layers of `model_config`: as
+    many as include every kind of its layers."""
     kinds = [
         (
             model_config.window_of(layer),

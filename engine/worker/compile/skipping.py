@@ -19,12 +19,12 @@ from model import fused_ops
 def skipping_kernels(record: Callable[[KernelRequest], None]) -> Iterator[None]:
     """Inside this context, Triton launches no kernel that it would have to compile.
 
-    All results are meaningless, so self-tests are ignored from now on, in the whole
-    life of this process. New tensors are filled with zeros, because the steps of a
-    model use some results as indices.
+    All results are meaningless, so this process ignores self-tests from now on, even
+    after the context has ended. New tensors are filled with zeros, because the steps of
+    a model use some results as indices.
 
     Args:
-        record: called with each kernel that was not launched, once.
+        record: called once for each kernel that was not launched.
     """
     fused_ops.ignore_self_tests()
     self_test.ignore_self_tests()
@@ -52,7 +52,7 @@ def _request(fn: Any, compile: dict[str, Any], target: Any) -> KernelRequest:
     Args:
         fn, compile: the arguments with which Triton calls its hook.
     """
-    # Only `specialization_data` has all options.
+    # Only `specialization_data` has all compiler options.
     specialization = json.loads(compile["specialization_data"])
     return KernelRequest(
         module=fn.module,
@@ -66,7 +66,7 @@ def _request(fn: Any, compile: dict[str, Any], target: Any) -> KernelRequest:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Converts lists to tuples, which JSON has written as lists."""
+    """Converts lists back to tuples, because JSON stores tuples as lists."""
     if isinstance(value, list):
         return tuple(_with_tuples(item) for item in value)
     if isinstance(value, dict):
@@ -75,7 +75,8 @@ def _with_tuples(value: Any) -> Any:
 
 
 class _SkippedKernel:
-    """Replaces a compiled kernel, so that Triton calls its hook only once."""
+    """Stands for a compiled kernel, so that Triton calls its hook only once for the
+    kernel. Its launch does nothing."""
 
     function = None
     packed_metadata = None

@@ -16,8 +16,8 @@ from protocol.handshake import DraftKV
 def load_draft(
     target: ModelRunner, report: Callable[[str], None]
 ) -> DraftRunner | None:
-    """Loads the draft model that --speculate names, on the rank of `target`. Returns
-    None if the option names none."""
+    """Loads the draft model, MTP layer or EAGLE-3 drafter that --speculate names, on
+    the rank of `target`. Returns None if this server needs none of them."""
     states = requested_state_model(target.config, target.model_config)
     if states is not None:
         return StateDraftRunner(target, states, report)
@@ -28,11 +28,12 @@ def load_draft(
 def allocate_pools(
     runner: ModelRunner, draft: DraftRunner | None, num_blocks: int
 ) -> KVPool:
-    """Allocates the pool of a rank, and that of its draft model behind it. Captures the
-    steps of both as graphs. Returns the pool of the rank.
+    """Allocates the KV pool of a rank and, behind it in the same memory, the pool of
+    the draft model. Captures the steps of both models as CUDA graphs. Returns the KV
+    pool of the engine's model.
 
     Args:
-        num_blocks: blocks of each pool, including the null block.
+        num_blocks: blocks of the pool of the engine's model, including the null block.
     """
     extra_bytes = 0 if draft is None else draft.layout(num_blocks).nbytes
     pool = runner.allocate(num_blocks, extra_bytes=extra_bytes).pool
@@ -44,18 +45,21 @@ def allocate_pools(
 
 
 def draft_kv(draft: DraftRunner) -> DraftKV | None:
-    """The properties that a peer's draft KV must share; None if no peer can read it:
-    with --dcp, a block of the draft model has fewer tokens than a block of the engine.
+    """The properties that a peer's draft KV must share with that of `draft`. None with
+    --dcp: no peer can then read the draft KV, because a block of the draft model has
+    fewer tokens than a block of the engine.
 
-    The fingerprint contains the type of the device, because a pull between a GPU and a
-    CPU might cross a border of locked memory behind the engine's pool.
+    The fingerprint contains the type of the device, so that no draft KV is pulled
+    between a GPU and a CPU. Behind the engine's pool, such a copy might cross the
+    border between two pieces of locked memory (LockedMemory).
     """
     config = draft.config
     if draft.sizes(num_blocks=1).blocks_per_block > 1:
         return None
     kind = config.speculation.kind
     if kind == "mtp":
-        # Peers compare the weights anyway, because they are those of the model.
+        # The weights of the MTP layer belong to the engine's model, whose fingerprint
+        # peers compare anyway.
         digest = fingerprint(draft.model_config, "", load_format="dummy")
     else:
         digest = fingerprint(
@@ -71,10 +75,12 @@ def draft_kv(draft: DraftRunner) -> DraftKV | None:
 
 
 def draft_rank(draft: DraftRunner | None, pool: KVPool, rank: int) -> DraftRank | None:
-    """Describes the KV of a draft model on a rank; None if peers cannot read it.
+    """Describes the KV of a draft model on a rank. Returns None if there is no draft
+    model, or if peers cannot read its KV.
 
     Args:
-        pool: the engine's pool, in front of the draft model's.
+        pool: the pool of the engine's model. The draft model's pool follows it in
+            memory.
     """
     kv = draft_kv(draft) if draft is not None else None
     if draft is None or kv is None:

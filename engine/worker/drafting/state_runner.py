@@ -25,8 +25,8 @@ from model.parallel import Parallel
 
 
 class StateDraftRunner(DraftRunner):
-    """The drafter of one rank. The constructor also lets the target's runner capture
-    states and store them in the drafter's table.
+    """The drafter of one rank. The constructor also makes the target's runner capture
+    hidden states and store them in the drafter's table.
 
     For the arguments see DraftRunner.
     """
@@ -70,7 +70,7 @@ class StateDraftRunner(DraftRunner):
             "pack": config.pack_weights,
         }
         report("loading weights")
-        fix = "lower --max-num-batched-tokens, use a larger --tp, or leave it out"
+        fix = "lower --max-num-batched-tokens, raise --tp, or leave out --speculate"
         with explaining_oom("the drafter", device, fix):
             if self._kind == "mtp":
                 draft = load_mtp(model, config.model_dir, **options)
@@ -91,7 +91,7 @@ class StateDraftRunner(DraftRunner):
 
     def _launch_step(self, step: StepInput) -> LaunchedStep:
         rows = step.input_states.astype(np.int64)
-        if len(rows) == 0:  # a step of the warm-up
+        if len(rows) == 0:  # only in steps of the warm-up
             rows = np.zeros(len(step.token_ids), np.int64)
         self._reader.load(to_device(rows, self.device))
         return super()._launch_step(step)

@@ -1,10 +1,13 @@
-"""`python -m proxy` and `baton proxy`: serve until a signal or the launcher's exit."""
+"""`python -m proxy` and `baton proxy`: run the proxy until it is stopped.
+
+A signal stops the proxy, and so does the exit of the launcher that started it.
+"""
 
 import os
 import sys
 
-# `python -m` puts the working directory first in sys.path. A model.py there would hide
-# Baton's own package `model`.
+# `python -m` puts the working directory first in sys.path. The directory is removed,
+# because a model.py in it would hide Baton's own package `model`.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -31,8 +34,8 @@ logger = get_logger("proxy")  # not __name__, which may be "__main__"
 BACKLOG = 4096
 # File descriptors per client: its connection, and connections to two servers.
 DESCRIPTORS_PER_CLIENT = 3
-# Longer than clients usually keep idle connections open. If the proxy closed them
-# first, a client could send a request over a connection that the proxy is closing.
+# The proxy keeps idle connections open for longer than clients usually do. If the proxy
+# closed one first, a client could send a request over it at the same moment.
 KEEP_ALIVE_S = 75
 GRACE_SHARE = 0.7  # running requests are ended after this share of shutdown_grace_s
 
@@ -63,7 +66,7 @@ class ProxyServer(HttpServer):
 
 
 def _server_source_problem(settings: ProxySettings) -> str:
-    """Return why the proxy cannot find any servers; empty if it can find some."""
+    """Return the problem of the options that name servers; empty if there is none."""
     if not (settings.decode or settings.servers_file or settings.cluster_secret):
         return (
             "--decode: give the URL of at least one decode server, or --servers-file, "
@@ -99,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     drop_unresponsive_clients(listener, settings.client_timeout_s)
     server = ProxyServer(app)
     gc.collect()
-    gc.freeze()  # collecting all these objects would delay every stream by about 10 ms
+    gc.freeze()  # later collections of these objects would delay streams by about 10 ms
     port = listener.getsockname()[1]
     url = http_url(settings.host, port, app.access.certificate.scheme)
     page = f"page {url}/ (open it in a browser), " if settings.ui else ""

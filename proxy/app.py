@@ -1,6 +1,7 @@
 """The proxy's ASGI application: routes, reading and ending requests, shutting down.
 
-It uses no web framework, which would take longer per request than all other work here.
+The application uses no web framework, because a framework would take more time per
+request than the rest of the proxy.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ GENERATE_PATHS = (
     "/v1/responses",
     "/v1/messages",
 )
-# Paths that a decode server answers.
+# Paths of requests that need only a tokenizer. A decode server answers them.
 TOKENIZER_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 POST_PATHS = (*GENERATE_PATHS, *TOKENIZER_PATHS)
 CLIENT_PATHS = (*POST_PATHS, MODELS_PATH)
@@ -46,11 +47,11 @@ READ_PATHS = ("/openapi.json", "/docs", MODELS_PATH)
 # check it instead of the proxy (`passes_keys_on`).
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 KEY_HEADERS = (b"authorization", b"x-api-key")
-# Longest forwarded headers. Servers return the id in response heads, and the heads of
-# requests and responses are limited.
+# Maximum sizes of forwarded headers. The sizes of request heads and response heads are
+# limited, and servers return the request id in the response head.
 MAX_ID_BYTES = 4096
 MAX_KEY_BYTES = 4096
-MAX_TRACE_BYTES = 512  # of which a tracestate must be passed on
+MAX_TRACE_BYTES = 512  # W3C: proxies should forward a tracestate of up to this size
 # Longest time for sending the error to a client after the shutdown ended a request.
 STOP_TIMEOUT_S = 1.0
 
@@ -59,7 +60,7 @@ class ProxyApp:
     """One proxy, which runs from ASGI's startup event to its shutdown event.
 
     Attributes:
-        tracer: the Tracer that sends the spans of requests; None: there are no traces.
+        tracer: the Tracer that sends the spans of requests; None if tracing is off.
 
     Raises:
         ValueError: a file of keys or certificates cannot be used.
@@ -127,7 +128,7 @@ class ProxyApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     def shut_down(self, grace_s: float) -> None:
-        """Report not ready, and end requests that still run after `grace_s` seconds."""
+        """Make GET /ready fail; end the requests that still run after `grace_s` s."""
         self.shutting_down = True
         self._members.begin_shutdown()
         asyncio.get_running_loop().call_later(grace_s, self._stop_all)
@@ -161,8 +162,9 @@ class ProxyApp:
                 logger.info("client disconnected; servers tried: %s", servers)
         except BatonError as error:
             if reply.status is None:
-                # An error costs nothing. This one may have come from outside of the
-                # request's task, such as its deadline.
+                # A request that ends with an error costs the API key nothing. `charged`
+                # has not settled the charge if its task was cancelled, for example at
+                # the request's deadline.
                 grant_of(scope).settle(0)
             await self._fail(reply, error)
         except asyncio.CancelledError:
@@ -179,7 +181,7 @@ class ProxyApp:
                 self._record(path, reply, grant_of(scope).name)
 
     async def _fail(self, reply: Reply, error: BatonError) -> None:
-        # A client that does not read must not keep the process from ending.
+        # A client that does not read the response must not delay the shutdown.
         timeout_s = STOP_TIMEOUT_S if isinstance(error, ShuttingDown) else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -225,7 +227,7 @@ class ProxyApp:
         sent_path = path
         if is_read:
             sent_path = (scope.get("raw_path") or path.encode()).decode("latin-1")
-        # The request's timeout starts here and includes reading the body.
+        # The request's timeout includes the time for reading the body.
         deadline = deadline_of(scope["headers"], self.settings.request_timeout_s)
         async with enforce_deadline(deadline):
             data = b""
@@ -257,7 +259,7 @@ class ProxyApp:
             InvalidRequest: an API key is too long.
         """
         max_bytes: dict[bytes, int] = {}
-        if reply.trace.context is None:  # else each leg has the context of its span
+        if reply.trace.context is None:  # otherwise the proxy sends its own span's ids
             max_bytes.update(dict.fromkeys(TRACE_HEADERS, MAX_TRACE_BYTES))
         if self.settings.passes_keys_on:
             max_bytes.update(dict.fromkeys(KEY_HEADERS, MAX_KEY_BYTES))

@@ -42,7 +42,8 @@ _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _DEFAULT_LIMIT_NAMES = ("max_tokens", "max_completion_tokens")
 _LIMIT_NAMES_BY_PATH = {"/v1/responses": ("max_output_tokens",)}
-# Within a string, JSON escapes the quotes, so only members match.
+# JSON escapes the quotes within a string. So this name, with its quotes, matches only
+# members and no part of a text.
 _CACHE_CONTROL_NAME = b'"cache_control"'
 _CACHE_CONTROL = re.compile(rb',\s*"cache_control"\s*:\s*(?:null|\{[^{}]*\})')
 _BILLING_LINE_BEGIN = b'"x-anthropic-billing-header:'
@@ -64,7 +65,7 @@ def parse_body(data: bytes) -> Body:
     """
     check_bounds(data)
     try:
-        check_utf8(data)  # members are not decoded here, so nothing else would check
+        check_utf8(data)  # the decoder below leaves members undecoded and unchecked
         return _decode_object(data)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the body must be a JSON object: {error}") from None
@@ -115,7 +116,7 @@ def sanitize(body: Body, min_priority: int | None = None) -> tuple[Body, bool]:
 
 
 def salted(body: Body, salting_key: bytes, secret: bytes) -> Body:
-    """Return the body with a `cache_salt` that separates the KV of API keys.
+    """Return the body with a `cache_salt` that keeps API keys from sharing cached KV.
 
     The new salt is derived from `salting_key` and the request's own `cache_salt`. If
     the request's salt is invalid, the body is returned unchanged, so that the server
@@ -152,7 +153,7 @@ def with_prompt_limit(
     values = [member(body, name) for name in _limit_names(path)]
     output_limits = [value for value in values if value != b"null"]
     if not all(value.isdigit() and len(value) <= 10 for value in output_limits):
-        return body  # a server will refuse it
+        return body  # a server will refuse the invalid limit
     context = find_context()
     if context is None:
         return body
@@ -209,8 +210,8 @@ def _is_token_limit(value: bytes) -> bool:
 def is_scoring(body: Body) -> bool:
     """Return whether a prefill server can answer the request alone.
 
-    Such an answer describes the prompt, and has at most one new token. A prefill server
-    samples that token itself.
+    It can if the answer only describes the prompt and has at most one new token, which
+    the prefill server samples itself.
     """
     limits = [member(body, name) for name in _DEFAULT_LIMIT_NAMES]
     is_zero = b"0" in limits or b"-0" in limits  # "-0" is JSON, too
@@ -220,7 +221,7 @@ def is_scoring(body: Body) -> bool:
 def reports_prompt(body: Body) -> bool:
     """Return whether the answer has logprobs of the prompt.
 
-    Such an answer can begin only when all of the prompt has been computed.
+    An answer with these logprobs cannot begin before the whole prompt is computed.
     """
     echoes = member(body, "echo") == b"true" and member(body, "logprobs") != b"null"
     return echoes or member(body, "prompt_logprobs") != b"null"
@@ -235,8 +236,9 @@ def decode_leg(
 ) -> bytes:
     """Return the body of the decode leg.
 
-    A Baton server is informed that this proxy, and not the server, releases the lease:
-    the proxy may offer the KV to another server if this server fails.
+    For a Baton server, the body states that the proxy releases the lease of the KV, and
+    not the decode server. If the decode server fails, the proxy may offer the KV to
+    another decode server.
 
     Args:
         params: kv_transfer_params of the KV to pull; None if there is none.
@@ -301,8 +303,8 @@ def _prompt_text(body: Body) -> bytes:
     """Return the JSON text of the members that become the prompt.
 
     Claude Code moves its `cache_control` from turn to turn, and writes a different
-    billing line into each system prompt. Both are removed, because they are not in the
-    prompt: a turn would seem to share no prefix with the turn before it.
+    billing line into each system prompt. Both are removed, because servers do not add
+    them to the prompt. With them, two turns of a chat would seem to share no prefix.
     """
     names = ("tools", "instructions", "system", "prompt", "messages", "input", "tokens")
     text = b"".join(member(body, name) for name in names if name in body)
@@ -314,7 +316,7 @@ def _prompt_text(body: Body) -> bytes:
 
 
 def num_text_tokens(body: Body) -> int:
-    """Estimate the number of tokens in a body of a path that needs only a tokenizer."""
+    """Estimate the number of prompt tokens in a body for one of the tokenizer paths."""
     return profile_prompt(b"", _prompt_text(body), 0).tokens
 
 
@@ -375,7 +377,7 @@ def priority(body: Body) -> int | None:
     """Return the priority, 0 by default; smaller is more urgent.
 
     None if the priority is not an integer, or has more than 10 digits. Baton servers
-    refuse such a request, but other servers might serve it.
+    refuse a request with such a priority, but vLLM's servers might serve it.
     """
     text = member(body, "priority")
     if text == b"null":

@@ -13,14 +13,16 @@ from proxy.relay import Reply
 def charged(
     grant: AccessGrant, reply: Reply, num_prompt_tokens: int, num_reserved: int = 0
 ) -> Iterator[None]:
-    """Charge the key for the tokens that a request may use; correct this at the end.
+    """Charge the API key for the tokens that a request may use.
 
-    An error costs nothing. If the client leaves before an answer begins, the first
-    charge stays. Also sets the headers and the token meter of `reply`.
+    At the end of the `with` block, the charge is corrected to the tokens that were
+    used. A request that is refused or answered with an error costs nothing. If the
+    client disconnects before an answer begins, the first charge stays. The function
+    also sets the headers and the token meter of `reply`.
 
     Args:
-        num_prompt_tokens: an estimate, which also counts in the end if the answer does
-            not report the number.
+        num_prompt_tokens: the estimated number of prompt tokens. The final charge uses
+            it, too, if the answer does not report the number.
         num_reserved: tokens to reserve for the answer: its token limit or a default.
 
     Raises:

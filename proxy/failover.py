@@ -35,7 +35,8 @@ class UpstreamLost(Exception):
         event: the server's own error event. A client with part of the answer gets this
             event instead of `error`. None: the server sent no error event.
         has_begun: the client has part of the answer.
-        params: kv_transfer_params of the KV that the server lends to its successor.
+        params: kv_transfer_params of the KV that the server lends to the server that
+            continues; None if it lends none.
     """
 
     error: BatonError
@@ -47,7 +48,7 @@ class UpstreamLost(Exception):
 
 
 class FailoverState:
-    """The servers that failed one request, and whether another may continue it.
+    """The servers that failed one request, and whether another may continue the answer.
 
     Args:
         limit: how many servers may fail during the request. Servers that hand the
@@ -57,7 +58,8 @@ class FailoverState:
 
     Attributes:
         avoided: servers that get the request only if no other server is ready.
-        is_enabled: the request generates an answer, and another server may continue it.
+        is_enabled: True if another server may continue the answer: the request
+            generates tokens, and `max_resumes` is above 0.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class FailoverState:
     def count_and_check_retry(self, failure: Failure | None) -> bool:
         """Return whether the request may be retried after a server's failure.
 
-        Failure.ERROR counts towards the limit here; lost servers are counted elsewhere.
+        The method counts a Failure.ERROR towards the limit. RequestTrace.num_lost
+        already counts lost servers.
         """
         if failure is Failure.ERROR:
             self._num_failures += 1
@@ -96,10 +99,13 @@ class FailoverState:
         return self._reply.trace.num_lost + self._num_failures <= self._limit
 
     def headers(self) -> Headers:
-        """Return the header that requests a stream in frames, which can fail over."""
+        """Return the header that requests the answer as a stream in frames.
+
+        Only a stream in frames can fail over. Without failover, there is no header.
+        """
         if not (self._secret and self.is_enabled):
             return ()
-        # Servers receive the id in this encoding.
+        # The signature covers the bytes of the request id that the server receives.
         request_id = as_text(self._reply.request_id).encode()
         return [(FRAMES_HEADER.encode(), frames_request(self._secret, request_id))]
 

@@ -1,9 +1,10 @@
-"""The health of a server, as pure functions: the clock is an argument.
+"""Pure functions for the health of a server; the current time is an argument.
 
-The health decides which requests a server gets. Two states are independent:
-- *ready*: what the server last answered at GET /ready. A connection error makes the
-  server not ready until a later health check succeeds.
-- *circuit*: how requests to the server ended. A server may be ready and still fail.
+The health decides which requests a server gets. It has two independent states:
+- *ready*: whether the last answer to GET /ready reported that the server is ready. A
+  connection error makes the server not ready until a later health check succeeds.
+- *circuit*: a circuit breaker, which opens when requests to the server fail. A ready
+  server may still fail requests.
 
     CLOSED --`FAILURES` in a row--> OPEN --cooldown--> HALF-OPEN --trial ok--> CLOSED
                                       ^--------trial fails------'
@@ -22,18 +23,20 @@ SILENCES = 3  # unanswered health checks in a row that make a server not ready
 # After this many unanswered health checks in a row, the proxy assumes that the server
 # will not answer the requests that it already has.
 LONG_SILENCE = 10
-MAX_PAUSE = 5.0  # longest pause between checks of a dead server, in usual intervals
+MAX_PAUSE = 5.0  # longest pause between checks, as a multiple of the usual interval
 FAILURES = 5  # failed requests in a row that open the circuit
 COOLDOWN_S = 5.0  # doubles with each failed trial
 MAX_COOLDOWN_S = 60.0
 # If a report lacks one of these fields, the earlier value stays.
 _STICKY_FIELDS = ("limits", "models", "kv_digest")
-CIRCUITS = ("closed", "half_open", "open")  # the metric's values are the positions
+CIRCUITS = ("closed", "half_open", "open")  # the metric reports the index in this tuple
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The largest request that a server accepts. A field of None was not reported.
+    """The largest request that a server accepts.
+
+    A field is None if the server did not report the limit.
 
     Attributes:
         max_model_len: tokens of one sequence.
@@ -73,17 +76,17 @@ class HealthReport:
         limits: None if not reported, for example while the server starts.
         capacity: size of the KV cache in tokens.
         totals: counters of the engine's steps; None if not reported.
-        itl_target_s: target duration of a step with streams, in seconds.
+        itl_target_s: target duration of a step with running streams, in seconds.
         answered: False if the connection failed.
         models: names of the models that the server serves; empty if not reported.
-        kv_digest: decides which servers' KV this server can read; see
-            protocol.handshake.
+        kv_digest: a digest by which the proxy decides which servers' KV this server can
+            read; see protocol.pairing.
         is_foreign: the server speaks vLLM's dialect.
         is_bare: the server requires API keys, and reports no details without a key.
         is_both: the server takes either leg of a request.
         side_channel: None if other servers cannot subscribe to this server's KV.
-        subscribes: the server can subscribe to the KV of a prompt that another server
-            computes.
+        subscribes: the server can subscribe to the KV of a prompt while another server
+            computes the prompt.
         host_tier: the KV store of the server's host; None if it uses none.
     """
 
@@ -134,7 +137,7 @@ class Health(HealthReport):
 
 
 def polled(health: Health, report: HealthReport, started_at: float) -> Health:
-    """Return the server's health after the answer to a health check.
+    """Return the server's health after a health check that did not time out.
 
     The answer "ready" to a check that started before the last connection error changes
     nothing.

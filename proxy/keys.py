@@ -1,4 +1,4 @@
-"""The proxy's API keys: keys given as options, and keys in a file, which have limits.
+"""The proxy's API keys: keys from options, and keys from a file, which may have limits.
 
 Each line of the file is a JSON object. Empty lines and lines that begin with # are
 skipped.
@@ -30,7 +30,7 @@ from protocol.settings.settings import ProxySettings
 
 logger = get_logger(__name__)
 
-CHECK_INTERVAL_S = 2.0  # between checks whether the file has changed
+CHECK_INTERVAL_S = 2.0  # pause between two checks for a change of the file
 MAX_KEYS = 10_000
 MAX_FILE_BYTES = 1 << 23
 MINUTE_S = 60.0
@@ -38,7 +38,7 @@ _FIX = 'write one JSON object per line, {"name": "me", "key": "..."}'
 
 
 class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key as it is written in the file. A limit of None is no limit.
+    """A key as it is written in the file. A limit that is None does not apply.
 
     Attributes:
         key: the key itself. The proxy stores only its digest.
@@ -56,12 +56,12 @@ class KeyLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Allowance:
-    """The amount of a unit that a key may use per minute, and how much it has used.
+    """A rate limit of one API key, in units such as tokens per minute, and its use.
 
-    The full amount may be used at once. A request that needs more than that is admitted
-    while the full amount is available; later requests then wait longer. Only the time
-    at which the full amount is available again is stored; using an amount moves this
-    time into the future.
+    A key may use the full amount of a minute at once. A request that needs more than
+    the full amount is admitted if nothing is in use; later requests then wait longer.
+    The only state is the time at which the full amount is available again. Each use
+    moves this time into the future.
     """
 
     def __init__(self, unit: str, clock: Callable[[], float]) -> None:
@@ -70,7 +70,7 @@ class _Allowance:
         self._full_at_s = 0.0  # when the full amount may be used again
 
     def charge(self, name: str, amount: int, per_minute: int) -> dict[str, str]:
-        """Use `amount`; return the headers that report the limit.
+        """Charge `amount` units; return the headers that report the limit.
 
         Raises:
             RateLimited: too little is left.
@@ -104,7 +104,7 @@ class _Allowance:
 
 
 class LimitedKey(Key):
-    """A key of the file, with its usage, which stays counted if the limits change."""
+    """A key of the file and its usage. A change of the limits keeps the usage."""
 
     def __init__(self, line: KeyLine, clock: Callable[[], float]) -> None:
         self._num_running = 0
@@ -177,7 +177,8 @@ class FileAccess(Access):
 
         Returns at once if there is no file.
         """
-        # The first check reads the file again, which may have changed since the start.
+        # The first check reads the file again, because the file may have changed since
+        # the proxy started.
         stamp: object = None
         while self._file is not None:
             stamp = await asyncio.to_thread(self._check, self._file, stamp)

@@ -38,19 +38,19 @@ class Kind(Enum):
 class Server:
     """One server. Clients see its name; only the log and operators see its URL.
 
-    Only its Fleet changes the attributes, except `trust_circuit`.
+    Only the server's Fleet changes the attributes, except `trust_circuit`.
 
     Attributes:
         index: the smallest number that no other member of its kind had when the server
             joined.
-        sources: the sources that name the server; without any, it is leaving.
+        sources: the sources that name the server; a server without any is leaving.
         drained: an operator has excluded the server from new requests.
         in_flight: number of requests that the server has from this proxy.
         circuit: the state of the circuit breaker for failed requests; see health.py.
         has_left: the server is no longer a member, and has no requests.
-        trust_circuit: until when (monotonic seconds) the server gets no signed hints or
-            KV offers, and the server's side channel when it rejected a signature. A
-            restarted server has a new side channel, for which the circuit is closed.
+        trust_circuit: time (monotonic seconds) until which the server gets no signed
+            hints or KV offers; and its side channel when it rejected a signature. For
+            another side channel, as after a restart, the circuit is closed.
     """
 
     kind: Kind
@@ -98,7 +98,7 @@ class Server:
 
 
 class Pool:
-    """The members of a fleet that fulfil a condition. `choose` picks one for a request.
+    """The members of a fleet that meet a condition. `choose` picks one for a request.
 
     Args:
         has: returns whether a member belongs to the pool.
@@ -121,7 +121,7 @@ class Pool:
     def _subpool(
         self, key: Hashable, has: Callable[[Server], bool], name: str
     ) -> "Pool":
-        """Return the pool of those members that also fulfil `has`, cached as `key`."""
+        """Return the pool of the members that also meet `has`, cached under `key`."""
         if key not in self._subpools:
             self._subpools[key] = Pool(
                 self._fleet, lambda s: self._has(s) and has(s), name
@@ -183,9 +183,9 @@ class Pool:
     ) -> Server | None:
         """Choose the server for the next request; None if no server is ready.
 
-        Servers with a circuit that admits no request are chosen only if there are no
-        other servers. The choice counts as a turn, and in a half-open circuit as the
-        trial.
+        A server with a circuit that admits no request is chosen only if there is no
+        other server. The chosen server has then had its turn. If its circuit is
+        half-open, the request is the trial.
 
         Args:
             turn_key: servers take turns for requests with the same key. With a single
@@ -279,8 +279,8 @@ class Fleet(Pool):
 
     Attributes:
         members: servers by kind, in order of index.
-        num_changes: counts changes of the members and of the requests that they may
-            get.
+        num_changes: number of changes so far that may affect which member gets a
+            request.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class Fleet(Pool):
         self.num_changes = 0
         self._clock = clock
         self._watch = watch
-        # For each turn: the next server is the first one with at least this index.
+        # For each turn key, the lowest index that the next server may have.
         self._next_index_by_turn: dict[Hashable, int] = {}
         # Cached, like `_subpools`, until `_record_change` is called.
         self._models: list[str] | None = None
@@ -314,8 +314,8 @@ class Fleet(Pool):
         """Return the servers of a model.
 
         Args:
-            model: None if the request names no model, which requires that the members
-                have only one.
+            model: None if the request names no model, which is an error if the members
+                have several models.
 
         Raises:
             ModelNotFound: no server serves this model.
@@ -425,8 +425,8 @@ class Fleet(Pool):
     def add_in_flight(self, server: Server, num: int) -> None:
         """Add to the number of requests that a server has; `num` may be negative.
 
-        The server may have left already: a stream can return to the server that lends
-        the stream's KV.
+        The server may have left already: if no other server is ready, a stream returns
+        to the server that handed it over.
         """
         server.in_flight += num
         self._remove_if_done(server)
@@ -435,7 +435,7 @@ class Fleet(Pool):
         if server.sources or server.in_flight or server.has_left:
             return
         server.has_left = True
-        self._next_index_by_turn.clear()  # drops turns of models that are gone
+        self._next_index_by_turn.clear()  # drops the turns of models without a server
         self.members[server.kind].remove(server)
         self._record_change()
         self._watch.on_left(server)
@@ -484,7 +484,7 @@ class Fleet(Pool):
     def _set_health(self, server: Server, new: Health) -> None:
         old = server.health
         server.health = new
-        if server.has_left:  # it left when its last request ended, just before this
+        if server.has_left:  # the server left a moment ago, with its last request
             return
         if any(getattr(old, name) != getattr(new, name) for name in _ROUTING_FIELDS):
             self._record_change()

@@ -38,9 +38,9 @@ from proxy.legs.request_legs import RequestLegs
 from proxy.membership import Kind, Pool, Server
 from proxy.placement.request_profile import limit_to_context
 
-# A decode server notices within half a second that the proxy has closed the connection,
-# and ends the lease itself. If the proxy's release arrived before that, the decode
-# server would count a lost lease.
+# Delay of a release after the proxy has closed the connection of a decode leg. The
+# decode server notices within half a second, and ends the lease itself. If the release
+# ended the lease first, the decode server would count a lost lease.
 _RELEASE_DELAY_S = 1.0
 
 
@@ -51,7 +51,7 @@ class _PrefilledDecode:
     Attributes:
         lender: the server that has the KV.
         params: the lender's kv_transfer_params.
-        readers: servers that can read the KV.
+        readers: the decode servers that can read the KV.
     """
 
     lender: Server
@@ -190,8 +190,8 @@ class PDRequest(RequestLegs):
     async def _generate(self, decode_only: DecodeOnly | None) -> None:
         """Generate the answer, and continue it if a decode server did not complete it.
 
-        Another decode server can continue, because what follows depends only on the
-        request and the tokens so far.
+        Another decode server can continue the answer, because the next tokens depend
+        only on the request and on the tokens so far.
 
         Args:
             decode_only: why there is no prefill leg; None if there may be one.
@@ -221,8 +221,8 @@ class PDRequest(RequestLegs):
                 self._failover.count_outcome("failed")
                 if loss.has_begun or not self.reply.frame_history:
                     break
-                # The client has no part of the answer yet: the next server generates
-                # all of it.
+                # The client has no part of the answer yet, so the next server starts
+                # the answer from the beginning.
                 self.reply.frame_history = FrameHistory()
                 if self.reply.meter is not None:
                     self.reply.meter.reset()
@@ -283,7 +283,8 @@ class PDRequest(RequestLegs):
             raise NoServerAvailable("no decode server is ready; see /ready")
         is_first = not self._failover.num_losses
         if self._profile is not None and is_first:
-            # Without this check, a prefill could be computed for a full decode server.
+            # Without this check, a prefill could be computed while every decode server
+            # is full and refuses the request.
             self.upstreams.full_servers.check_capacity(
                 Kind.DECODE,
                 self._profile,
@@ -332,8 +333,8 @@ class PDRequest(RequestLegs):
     async def _prefill_or_both(self) -> Leg | DecodeOnly | None:
         """Return the result of `_prefill`, or None if the request has been served.
 
-        The request has been served if a decode leg that was opened together with the
-        prefill leg was relayed. A leg that still runs at the end is cancelled.
+        The request has been served if a decode leg was opened together with the prefill
+        leg, and its answer was relayed. A leg that is still running is cancelled.
         """
         early = EarlyDecode(self.upstreams, self._open_early, self._failover)
         prefill = asyncio.ensure_future(self._prefill(early))
@@ -399,8 +400,8 @@ class PDRequest(RequestLegs):
     def _place_decode_only(self, pool: Pool) -> bool:
         """Return whether a decode server is to compute the prompt itself.
 
-        If the servers' loads decide this, the decode server's load is reserved, and
-        the reservation is stored in `_reservation`.
+        With `--disaggregate auto`, the servers' loads decide. If they favor a decode
+        server, the request's load on that server is reserved in `_reservation`.
         """
         prefills = pool.ready(Kind.PREFILL, self._unfit(pool, Kind.PREFILL))
         if self._profile is None or not prefills:
@@ -422,7 +423,7 @@ class PDRequest(RequestLegs):
         """Open the decode leg while `prefill` computes the prompt.
 
         Raises:
-            LegFailed: the decode leg must follow the prefill leg.
+            LegFailed: the decode leg cannot start before the prefill leg has ended.
         """
         await asyncio.sleep(0)  # so that the prefill leg is sent first
         cannot_open = LegFailed("cannot start together with its prefill", None, None)

@@ -37,7 +37,7 @@ _MAX_REASON_CHARS = 200
 
 
 class _Polling(NamedTuple):
-    """The task that checks one server, and the event that makes the task check now."""
+    """The task that checks one server, and the event that ends the task's pause."""
 
     task: asyncio.Task[None]
     hurry: asyncio.Event
@@ -45,7 +45,7 @@ class _Polling(NamedTuple):
 
 @dataclass
 class Poller:
-    """Checks each server in its own task, so that a hanging server delays no others."""
+    """Checks each server in its own task. A hung server does not delay other checks."""
 
     fleet: Fleet
     upstream: HttpUpstream

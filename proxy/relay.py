@@ -1,8 +1,8 @@
-"""Sends the answer to one client request: one response, or one stream with one end.
+"""Sends the answer to one client request: a complete response, or a stream.
 
 A stream that breaks ends with an error event and without `[DONE]`. An event is sent
-only when all of it has arrived: otherwise the error event could follow the first part
-of another event, and clients could not parse it.
+only when it has arrived completely. Otherwise the error event could follow an
+incomplete event, and clients could not parse the stream.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ from proxy.upstream import (
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _FRAMES_HEADER = FRAMES_HEADER.encode()
-# Headers that are not relayed: RFC 9110 restricts them to one connection, or the proxy
-# writes its own.
+# Headers that are not relayed, because RFC 9110 restricts them to one connection, or
+# because the proxy sets them itself.
 _NOT_RELAYED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer "
     b"transfer-encoding upgrade content-length date server x-request-id".split()
@@ -78,8 +78,9 @@ class EventBuffer:
         """Return the events that are complete now; hold back an incomplete event."""
         if not self._held and data.endswith(_EVENT_ENDS):  # the usual case
             return self._track_end(data)
-        # An event may be long and arrive in many pieces. So only the new piece is
-        # searched for the end, with the 3 bytes before it: an end has at most 4 bytes.
+        # An event may be long and arrive in many pieces. So the search for the end of
+        # an event covers only the new piece and the 3 bytes before it. This suffices,
+        # because the end has at most 4 bytes.
         search_start = max(0, len(self._held) - 3)
         self._held += data
         length = 0
@@ -109,7 +110,7 @@ class EventBuffer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last event ends its stream, as [DONE] or an error does."""
+        """Whether the latest event ends the stream, for example [DONE] or an error."""
         if self._is_done or self._last_event().startswith(_LAST_EVENTS):
             return True
         return self.has_failed
@@ -126,14 +127,15 @@ class EventBuffer:
 
 
 class Migrated(UpstreamError):
-    """A server ended a stream with an error, and another server may continue.
+    """A server ended a stream with an error event, and another server may continue.
 
     Args:
-        frame_text: the server's reason, from the frame of the error event.
+        frame_text: the text of the error event's frame, which has the server's reason.
         event: the error event, for the client if no server continues the stream.
 
     Attributes:
-        params: kv_transfer_params of the KV that the server lends to its successor.
+        params: kv_transfer_params of the KV that the server lends to the server that
+            continues; None if it lends none.
     """
 
     def __init__(self, frame_text: bytes, event: bytes) -> None:
@@ -154,7 +156,8 @@ class FramedEvents(EventBuffer):
     protocol/resume.py describes frames.
 
     Args:
-        on_report: called with the report of a server that has ended its answer.
+        on_report: called with the report that the server sends at the end of its
+            answer.
     """
 
     def __init__(
@@ -168,7 +171,7 @@ class FramedEvents(EventBuffer):
         self._on_report = on_report
         self._frames = Frames()
         self._meter = meter
-        # Texts of the frames from which the client may not have been sent all events.
+        # Texts of frames with events that have not been sent to the client yet.
         self._unsent_texts = b""
         self._migrated: Migrated | None = None
 
@@ -230,11 +233,12 @@ ErrorPage = Callable[[BatonError], tuple[list[tuple[bytes, bytes]], bytes]]
 
 
 class Reply:
-    """The answer to one client request: always one head and one end.
+    """The answer to one client request. It has exactly one head and one end.
 
     Attributes:
         headers: sent with any response, in addition to the response's own headers.
-        error_page: makes a page of an error; set if a browser displays the response.
+        error_page: makes the HTML page for an error; set if a browser displays the
+            response.
         status: the HTTP status, once the head has been sent.
         finished: the end of the response has been sent, or is being sent.
         is_broken: the stream ended with an error, even if its HTTP status was 200.
@@ -259,7 +263,7 @@ class Reply:
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether the client was sent all of an answer that is not an error."""
+        """Whether a complete answer that is not an error was sent to the client."""
         is_error = self.is_broken or self.status is None or self.status >= 400
         return self.finished and not is_error
 
@@ -304,8 +308,8 @@ class Reply:
     async def relay(self, response: Response) -> None:
         """Send a server's response.
 
-        An event stream is sent as it arrives, perhaps as the rest of a stream that has
-        begun. Anything else is sent when it is complete.
+        An event stream is sent as it arrives. It may be the rest of a stream that
+        another server began. Any other response is sent when it is complete.
 
         Raises:
             UpstreamError: the response broke off; call `fail`, or relay the response of
@@ -331,7 +335,7 @@ class Reply:
             events = EventBuffer()
             await self._begin_stream(response)
             self.frame_history.forget()
-        is_sent = True  # the client has been sent everything that arrived
+        is_sent = True  # all events that arrived have been sent to the client
         try:
             while (chunk := await response.next_chunk()) is not None:
                 self.trace.on_bytes()
@@ -369,15 +373,15 @@ class Reply:
         """Send the head of a stream, unless it was sent before.
 
         For a stream in frames, the head is sent with the first event. If the answer
-        migrates before that, the client has received nothing, so the next server's
-        response need not be a stream.
+        migrates before its first event, the client has received nothing, so the next
+        server's response need not be a stream.
         """
         self.is_stream = True
         if self.status is None:
             await self._send_head(response.status, end_to_end(response.headers))
 
     def can_continue_with(self, response: Response) -> bool:
-        """Return whether a response is the rest of the stream that has begun."""
+        """Return whether a response can be relayed as the rest of the begun stream."""
         is_stream = response.status == 200 and response.is_event_stream
         return is_stream and (_is_framed(response) or not self.frame_history)
 
@@ -403,8 +407,8 @@ class Reply:
                 ],
             }
         )
-        # The status is set only here: if the task is cancelled while it waits to send,
-        # nothing was sent.
+        # The status is set only after the head was sent. If the task is cancelled while
+        # it waits to send the head, the status stays None.
         self.status = status
 
     async def _send_body(self, data: bytes, *, more: bool) -> None:

@@ -1,4 +1,4 @@
-"""Records how the proxy served a request, for log line, spans, metrics and page."""
+"""Records how the proxy served a request, for logs, spans, metrics and the page."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from proxy.upstream import Headers
 
 _REPORT_HEADER = REPORT_HEADER.encode()
 _decode_report = msgspec.json.Decoder(RequestReport).decode
-# In the log line, these phases are those of the server that computed the prompt.
+# If there is a prefill leg, the log line takes these phases from its server's report.
 _PROMPT_PHASES = ("queue", "prefill")
 
 
@@ -25,7 +25,7 @@ class Attempt:
         kind: "prefill" or "decode".
         start_s: seconds from the trace's `started_at` until the leg was sent.
         context: the leg's span; None if the request is not traced.
-        end_s: seconds until the leg ended; None while it runs.
+        end_s: seconds from `started_at` until the leg ended; None while it runs.
         failure: how the leg failed; empty if it did not.
     """
 
@@ -44,12 +44,14 @@ class RequestTrace:
     Attributes:
         prefill, decode: URLs of the last prefill and decode server; "-" if none.
         decode_only: why a decode server served the request alone; "-" otherwise.
-        model: the requested model; "-" if it was refused before that was known.
+        model: the requested model; "-" if the request was refused before its model was
+            known.
         received_at: when the head of the request had arrived, in monotonic seconds.
         started_at: when the request had been read completely, in monotonic seconds.
         prefill_s: seconds from `started_at` until the prefill server had answered.
-        legs: for each leg, the server's name and the seconds since `started_at`.
-        attempts: the same legs, with their ends and failures.
+        legs: for each leg, the server's name and the seconds from `started_at` until
+            the leg was sent.
+        attempts: one Attempt for each item of `legs`, in the same order.
         num_lost: number of decode servers that failed while they had the request.
         num_moved: how often a decode server handed the request over.
         first_byte_s: seconds from `started_at` until the first byte of the answer.
@@ -75,14 +77,14 @@ class RequestTrace:
     parent: TraceContext | None = None
 
     def begin(self) -> None:
-        """Set `started_at` to now, when the request has been read completely."""
+        """Set `started_at` to now. Call this when the request was read completely."""
         self.started_at = time.monotonic()
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_at
 
     def on_bytes(self) -> None:
-        """Record that bytes have arrived; the first call sets `first_byte_s`."""
+        """Record that bytes of the answer arrived; set `first_byte_s` if unset."""
         if self.first_byte_s is None:
             self.first_byte_s = self.elapsed_s()
 

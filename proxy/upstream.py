@@ -1,7 +1,7 @@
-"""HTTP/1.1 to the servers over aiohttp, with one connection per request in flight.
+"""An HTTP/1.1 client for the servers, based on aiohttp: one connection per request.
 
-    send() -> head -> chunks... -> end       the connection is reused
-          \\-> error or close() on the way    the connection is closed
+    send() -> head -> chunks... -> end         the connection is reused
+          \\-> error or close() before the end  the connection is closed
 
 A connection that was idle for longer than IDLE_S is not used again, because its server
 may be closing it at that moment. If a connection ends during a request, this module
@@ -39,7 +39,7 @@ IDLE_S = 1.0  # servers close idle connections after 5 s
 _CHECK_INTERVAL_S = 1.0  # between checks of a silent connection
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _CUT_OFF = "the connection ended within the body"
-# The message of a parser's error quotes received bytes after one of these characters.
+# An HTTP parser's error message quotes received bytes after one of these characters.
 _QUOTE = re.compile("[:'\"]")
 # Headers that aiohttp must not add by itself.
 _NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
@@ -216,7 +216,7 @@ class Response:
             self._schedule_check()
 
     def _is_cut_off(self) -> bool:
-        """Return whether the connection ended within the body, unreported by aiohttp.
+        """Return whether the connection ended within the body and no error is set.
 
         After a malformed chunk, aiohttp closes the connection, but reports no error to
         the reader of the body.
@@ -400,7 +400,7 @@ def as_text(header: bytes) -> str:
 
 
 def num_sent_bytes(header: bytes) -> int:
-    """Return the bytes of a header when it is sent, see `as_text`."""
+    """Return the size in bytes that a header has when it is sent; see `as_text`."""
     return len(as_text(header).encode())
 
 

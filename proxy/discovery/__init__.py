@@ -1,1 +1,1 @@
-"""Where the proxy's members come from: files, DNS names, registrations, operators."""
+"""The sources of the proxy's members: files, DNS names, registrations, operators."""

@@ -7,8 +7,8 @@ POST /admin/members/remove   {"server": NAME or URL}   remove a member; a file o
 POST /admin/members/drain    {"server": NAME or URL}   send no new requests to a member
 POST /admin/members/undrain  {"server": NAME or URL}   send new requests to it again
 
-Each of these answers is a JSON object with the listed or changed members. The paths for
-a launcher are in proxy/discovery/launcher.py.
+Each answer is a JSON object with the members that were listed or changed. For the paths
+for a launcher, see proxy/discovery/launcher.py.
 """
 
 from typing import Any

@@ -1,11 +1,11 @@
 """Passes an operator's requests on to `baton up`, which has started this proxy.
 
 POST /admin/scale    {"role": .., "count": ..}   request a number of servers
-GET  /admin/cluster                              the launcher's last report
-POST /admin/cluster  {...}                       the launcher reports
+GET  /admin/cluster                              return the launcher's last report
+POST /admin/cluster  {...}                       store a report of the launcher
 
-A request is answered before the launcher handles it. The report has the `id` of the
-last request that the launcher has handled.
+POST /admin/scale is answered with an `id`, without waiting for the launcher. The
+launcher's report has the `id` of the last request that the launcher has received.
 """
 
 import uuid
@@ -23,7 +23,8 @@ logger = get_logger(__name__)
 SCALE_PATH = "/admin/scale"
 CLUSTER_PATH = "/admin/cluster"
 PATHS = (SCALE_PATH, CLUSTER_PATH)
-# A report has up to 129 parts and the last words of each.
+# A report has an entry for each part of the cluster: up to 128 servers of each kind.
+# Each entry has up to 500 characters about the end of the part's last run.
 MAX_BODY_BYTES = 2**18
 
 

@@ -79,9 +79,9 @@ class Members:
         self._discovery.start()
 
     def begin_shutdown(self) -> None:
-        """Let no registration expire, and log no warnings about servers that stop.
+        """Keep registrations from expiring; log no more warnings about stopped servers.
 
-        The servers may be stopping together with the proxy.
+        While the proxy shuts down, the servers may be shutting down as well.
         """
         self._is_shutting_down = True
         self._registry.close()
@@ -163,11 +163,11 @@ class Members:
         self.load_tracker.forget_cache(server)
         if old.ready:
             self._poller.hurry(server)
-        # The reason of a starting server contains its progress in numbers, which often
-        # change: such a change alone is no reason for a warning.
+        # The reason of a starting server contains numbers that show its progress. A
+        # reason that differs only in these numbers is not worth another warning.
         old_reason = _DIGITS.sub("", old.reason)
         is_same_reason = not old.ready and old_reason == _DIGITS.sub("", new.reason)
-        # No warning is due while the proxy shuts down or this server leaves.
+        # While the proxy shuts down or this server leaves, no warning is needed.
         is_expected = self._is_shutting_down or not server.sources or is_same_reason
         level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s is not ready: %s", server, new.reason)

@@ -1,16 +1,16 @@
 """Decides whether the proxy reports that it is ready, and which servers are missing.
 
 A decode server alone can answer every request, but then the request is not
-disaggregated. For each model of a decode server, the proxy waits for a prefill server,
-too:
+disaggregated. Therefore, for each model of a decode server, the proxy first waits for a
+prefill server as well:
 
     WAITING --a ready decode server can read a ready prefill server's KV----> STARTED
             --no prefill server of the model is expected-------------------->
             --`--prefill-wait-s` has passed, or `--disaggregate never`------>
 
-Once every such model has started, one ready decode server is enough: the loss of all
-prefill servers makes answers slower, and must not take the endpoint out of a load
-balancer. Readiness reads the file of servers when it is created; it does no other I/O.
+Once every such model has started, one ready decode server is enough. The loss of all
+prefill servers only makes answers slower, so a load balancer must not remove the proxy.
+Readiness reads the file of servers when it is created; it does no other I/O.
 """
 
 import time
@@ -56,12 +56,12 @@ class Readiness:
         self._fleet = fleet
         self._clock = clock
         self._is_wait_over = settings.disaggregate == "never"
-        # Models that have started: a check has found no gap, see `_gaps`. "" stands for
-        # servers that report no models.
+        # Models in state STARTED: `update` once found no gap for them (see `_gaps`). ""
+        # stands for servers that report no models.
         self._started_models: set[str] = set()
         # A prefill server that the configuration names is expected before it is a
-        # member, because its DNS name may have no addresses yet. An explicit wait means
-        # that a server may still register.
+        # member, because its DNS name may have no addresses yet. If the user has set
+        # --prefill-wait-s, a prefill server is expected to register.
         self._is_prefill_named = _names_prefill_server(settings)
         self._has_explicit_wait = bool(settings.prefill_wait_s)
         wait_s = settings.prefill_wait_s
@@ -69,7 +69,7 @@ class Readiness:
         self._deadline = clock() + self._wait_s
 
     def update(self) -> None:
-        """Record which models have no gap now, and end the wait when its time is over.
+        """Record which models have started, and end the wait at its deadline.
 
         Call this method after every health check: a server that is ready now may have
         left before the next readiness probe.

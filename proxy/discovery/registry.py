@@ -1,4 +1,7 @@
-"""Servers that register. Each is a member until its registration ends or expires."""
+"""Registration of servers. A server stays a member until its registration ends.
+
+A registration ends when the server sends a record that it leaves, or when it expires.
+"""
 
 import asyncio
 import contextvars

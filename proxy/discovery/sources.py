@@ -1,4 +1,4 @@
-"""Members that a file or a DNS name lists, checked periodically off the event loop.
+"""Finds the members that a file or DNS names list, periodically, off the event loop.
 
 If the file becomes invalid, the servers of its last valid version stay members. If a
 name cannot be looked up, its last addresses stay members for STALE_S.
@@ -25,16 +25,16 @@ from proxy.membership import LISTED, Fleet, Kind
 logger = get_logger(__name__)
 
 MAX_FILE_BYTES = 2**20
-# Per DNS name, where further addresses are ignored; and per key of the file, which is
-# refused if it lists more.
+# Limit for each DNS name and for each key of the file. Further addresses of a name are
+# ignored. A file that lists more servers is refused.
 MAX_SERVERS = 1024
 STALE_S = 300.0  # the last addresses of a DNS name stay valid for this long
 LOOKUP_TIMEOUT_S = 10.0
 JITTER = 0.2  # share of the interval, so that proxies do not check all at once
 
 Urls = dict[Kind, list[str]]
-# The URLs that a source lists, or None if its members stay as they are; and a
-# description of a problem, or "".
+# The URLs that a source lists, and a description of a problem. The URLs are None if the
+# members of the source are to stay as they are. Without a problem, the text is "".
 CheckResult = tuple[Urls | None, str]
 Check = Callable[[], Awaitable[CheckResult]]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -64,7 +64,7 @@ def read_servers(path: str) -> Urls:
     kinds = [kind.value for kind in Kind]
     if len(text) > MAX_FILE_BYTES:
         raise BadFile(f"it is longer than {MAX_FILE_BYTES} bytes")
-    # An empty file is refused, because it may be about to be written.
+    # An empty file is refused, because another process may be about to write it.
     if not isinstance(content, dict) or not content:
         raise BadFile("it must have `prefill: [URL, ..]` and `decode: [URL, ..]`")
     unknown = [key for key in content if key not in kinds]
@@ -115,7 +115,7 @@ class Discovery:
         self._clock = clock
         self._interval_s = settings.discovery_interval_s
         self._file = settings.servers_file
-        self._file_stamp: object = None  # identifies the version that was read last
+        self._file_stamp: object = None  # identifies the file's version that was read
         self._listed: Urls = {}
         # When each DNS name was last looked up successfully.
         self._resolved_at: dict[tuple[Kind, str], float] = {}

@@ -1,1 +1,1 @@
-"""The legs of a request: what is sent to servers, and what their answers mean."""
+"""The legs of a request: how they are sent to servers, and how answers are handled."""

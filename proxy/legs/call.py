@@ -32,8 +32,8 @@ class UpstreamCall:
         profile: the request's prompt, for placement; None if there is no prompt.
         min_read_status: a response with this status or above, or with 429, is read
             completely. Any other response is left open, to be relayed.
-        transfer_id: id with which a prefill is cancelled if its answer is lost; None
-            for other legs.
+        transfer_id: id by which the proxy cancels a prefill, or releases its KV, if the
+            leg's answer is lost; None for other legs.
         computes: the server computes the prompt.
         foreign_body: returns the body for a server that speaks vLLM's dialect; None if
             such a server gets `body`, too.
@@ -41,12 +41,12 @@ class UpstreamCall:
         priority: smaller is more urgent.
         baton_headers: headers that only Baton servers receive.
         max_deliveries: how many servers may receive the request and fail to answer.
-        can_fail_over: another server can take over at any time, so a silent server is
-            given up early.
+        can_fail_over: another server can take over the request at any time. So the
+            proxy gives up a silent server early.
         is_admitted: a server has admitted the request before, so the proxy no longer
             refuses the request because of full queues.
         last_resort: the server that gets the request if no other server is ready, even
-            if it is not ready itself.
+            if the last resort itself is not ready.
         reservation: the load that was reserved for this request, if any.
         on_server_chosen: called with each server before the request is sent to it.
     """

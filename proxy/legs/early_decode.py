@@ -58,20 +58,21 @@ class EarlyDecode:
         self._leg.add_done_callback(self._on_done)
 
     async def take(self, prefill: asyncio.Task[Any]) -> asyncio.Task[Leg] | None:
-        """Return the decode leg once it has an answer, or has failed for good.
+        """Return the decode leg when it has an answer, or a failure that is final.
 
-        If the prefill leg succeeds first, the decode leg has the KV that it waited for,
-        and will have an answer soon.
+        If the prefill leg succeeds first, this method still waits for the decode leg:
+        the leg now has the KV that it waited for, and will have an answer soon.
 
         Returns:
-            None if no usable decode leg is left: the answer of the prefill leg decides.
+            None if there is no usable decode leg. The answer of the prefill leg then
+            decides what follows.
         """
         prefill.add_done_callback(self._on_done)
         while not (prefill.done() or (self._leg and self._leg.done())):
             self._leg_done.clear()
             await self._leg_done.wait()
         self._is_decided = True
-        # A prefill that still runs is about to lend its KV.
+        # A prefill leg that is still running will lend its KV.
         has_kv = not prefill.done() or lender_of(prefill) is not None
         if self._leg is None or not has_kv or await self._await_failure(self._leg):
             self.close()

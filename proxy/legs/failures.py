@@ -10,22 +10,22 @@ from proxy.upstream import Failure
 
 # A decode server that fails in one of these ways counts as lost.
 UPSTREAM_LOSSES = frozenset({Failure.LOST, Failure.DIED})
-# Failures of a server that had received the request, which may have caused the failure.
+# Failures of a server after it received the request. The request may be the cause.
 DELIVERED = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DIED, Failure.ERROR})
 _RETRIED = {
-    # A prefill is repeatable: its only effect is a lease, which is given back.
+    # A prefill is repeatable: its only effect is a lease, which the proxy releases.
     Kind.PREFILL: frozenset(Failure),
-    # Another decode server may use the same lease. A timeout is not retried, because
-    # the client would wait for a second timeout. An error of the server itself is not
-    # retried either: after a failed pull, the server has recomputed the prompt or has
-    # failed on purpose, as --kv-load-failure-policy requires.
+    # Another decode server may use the same lease. A TIMEOUT is not retried, because
+    # the client would wait for a second timeout. An ERROR is not retried either: it may
+    # be the result of a failed pull with --kv-load-failure-policy fail. With the policy
+    # recompute, the server would have computed the prompt itself.
     Kind.DECODE: frozenset(Failure) - {Failure.TIMEOUT, Failure.ERROR},
 }
 _QUEUE_PHASES = (QueueFull.phase, GrammarQueueFull.phase)
 
 
 def failure_of(status: int, body: bytes | None = None) -> Failure | None:
-    """Return the failure that a response reports; None if it is to be relayed."""
+    """Return the failure that a response reports; None to relay the response."""
     if status < 500:
         if status != QueueFull.status:
             return None
@@ -42,8 +42,8 @@ def may_retry(
 ) -> bool:
     """Return whether another server may be tried after these failures.
 
-    A request that was delivered and not answered may have crashed the server. No server
-    is tried after `max_deliveries` failures of this kind.
+    A request that was delivered and not answered may have crashed the server. After
+    `max_deliveries` such failures, no further server is tried.
     """
     num_deliveries = sum(failure in DELIVERED for failure in failures)
     return failures[-1] in _RETRIED[kind] and num_deliveries < max_deliveries

@@ -39,7 +39,7 @@ class Refusal:
     is_grammar_queue: bool = False
 
     def applies_to(self, profile: RequestProfile, priority: int, now: float) -> bool:
-        """Return whether the server would refuse this request now, too."""
+        """Return whether the server would probably refuse this request now."""
         if now >= self.until:
             return False
         return priority >= self.priority and profile.tokens >= self.tokens
@@ -67,10 +67,10 @@ class FullServers:
     ) -> list[Server]:
         """Return those of `servers` that are full.
 
-        A server is full if it refused a similar request just now. Servers without
-        admission control, such as vLLM's, are full if no other server is left and this
-        proxy estimates a long queue at each of them. A Baton server measures its queue
-        itself and refuses by itself.
+        A server is full if it recently refused a similar request. Servers without
+        admission control, such as vLLM's, are full if no other server is left and the
+        proxy estimates a long queue at each of them. A Baton server has admission
+        control: it measures its queue and refuses requests itself.
 
         Raises:
             QueueFull: all of `servers` are full.
@@ -91,10 +91,11 @@ class FullServers:
         return list(waits_s)
 
     def _estimated_waits(self, servers: Sequence[Server]) -> dict[Server, float]:
-        """Return after how many seconds each server may be tried again.
+        """Return the seconds after which each server may be tried again.
 
-        Empty unless all servers have long queues. A Baton server never counts as full
-        here, because it refuses by itself.
+        The result is empty unless all servers have long queues by this proxy's
+        estimate. It is also empty if one of them is a Baton server, because such a
+        server measures its queue and refuses requests itself.
         """
         estimates_s = {
             server: self._load_tracker.wait_s(server)

@@ -12,7 +12,7 @@ from proxy.upstream import Headers, HttpUpstream, UpstreamError
 
 logger = get_logger(__name__)
 
-RELEASE_TIMEOUT_S = 30.0  # a silent server frees the KV when the lease of the KV ends
+RELEASE_TIMEOUT_S = 30.0  # without a release, the KV stays until its lease expires
 # Limit on releases in flight. KV that is not released is freed when its lease ends.
 MAX_RELEASES = 1024
 CLOSE_TIMEOUT_S = 2.0
@@ -30,8 +30,8 @@ class KVReleaser:
     ) -> None:
         """Report to a server that no other server will pull the KV of a request.
 
-        Nothing is sent to vLLM's servers, which have no such endpoint: they free the KV
-        when its lease ends.
+        Nothing is sent to vLLM's servers, which have no endpoint for releases. They
+        free the KV when its lease ends.
 
         Args:
             headers: the client's headers that are forwarded to servers.

@@ -1,10 +1,12 @@
-"""How long a request waits while no decode server is ready.
+"""Lets a request wait while no decode server is ready.
 
-With `baton up`, a decode server that dies is restarted. Requests wait for it:
+With `baton up`, a decode server that dies is restarted. The longest wait depends on
+what has happened to the request:
 
-    the answer has begun ----------> `--resume-wait-s`; see `wait_after_loss`
-    a server was lost before that -> `--resume-wait-s`; see `Outage.outlast`
-    the request is new ------------> the same, at most `--max-queue-s`
+    a server was lost during its answer --> `--resume-wait-s`; see `wait_after_loss`
+    a server was lost before its answer --> `--resume-wait-s`; see `Outage.outlast`
+    no server was ready ------------------> `--resume-wait-s`, but not longer than
+                                            `--max-queue-s`; see `Outage.outlast`
 """
 
 import asyncio
@@ -19,8 +21,9 @@ from proxy.legs.upstreams import Upstreams
 from proxy.membership import Kind, Pool, Server
 from proxy.relay import Reply
 
-# A request waits at most this long for a server that has not failed it yet. A server
-# that only broke a connection is ready after its next health check.
+# A request waits at most this long for a server other than the lost one. After that, it
+# also accepts the lost server, which is ready again after its next health check if it
+# only broke a connection.
 MAX_OTHER_WAIT_S = 3.0
 _POLL_S = 0.02
 # Pause between two attempts to continue an answer, so that servers that fail at once do
@@ -40,7 +43,7 @@ class Outage:
         self._has_waited = False
 
     async def outlast(self, error: BatonError, pool: Pool) -> None:
-        """Wait for a decode server, if the request failed because none is left.
+        """Wait for a decode server, if the request failed because no server is left.
 
         Returns when the request may be sent again.
 
@@ -56,7 +59,7 @@ class Outage:
         may_retry = self._failover.is_enabled and self._failover.count_and_check_retry(
             None
         )
-        # A request waits only once, so that it ends although servers flap.
+        # A request waits only once. Otherwise it might never end while servers flap.
         if has_begun or not may_retry or self._has_waited or pool.ready(Kind.DECODE):
             raise error
         self._has_waited = True
@@ -65,15 +68,17 @@ class Outage:
 
 
 def may_wait_again(error: BatonError, pool: Pool, until_s: float) -> bool:
-    """Return whether an attempt to continue an answer failed because the servers that
-    were to continue it have ended, too, and there is time to wait for others.
+    """Return whether a failed attempt to continue an answer may wait and try again.
+
+    It may if no server refused to continue (the servers are lost or not ready), and the
+    wait has not ended.
 
     Args:
         until_s: when the wait for another server ends (monotonic time).
     """
     is_outage = isinstance(error, DecodeServerLost)
     if isinstance(error, NoServerAvailable):
-        is_outage = not pool.ready(Kind.DECODE)  # else they have refused to continue
+        is_outage = not pool.ready(Kind.DECODE)  # any ready server has refused
     return is_outage and time.monotonic() < until_s
 
 
@@ -89,8 +94,8 @@ async def wait_after_loss(
     other_wait_s = min(wait_s, MAX_OTHER_WAIT_S)
     if await wait_for_decode_server(pool, avoided, other_wait_s):
         return
-    # The server that is ready next may be the lost one, restarted. Servers of another
-    # model, which are avoided if the answer has begun, still cannot continue it.
+    # The next ready server may be the lost server after a restart. If the answer has
+    # begun, `avoided` has the servers of other models, which still cannot continue it.
     await wait_for_decode_server(
         pool, avoided if has_begun else (), wait_s - other_wait_s
     )

@@ -1,4 +1,4 @@
-"""Why a request is served by a decode server alone."""
+"""The reasons for which a decode server serves a request alone."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from proxy.upstream import Failure
 
 
 class DecodeOnlyReason(Enum):
-    """Why no prefill server takes part in a request.
+    """The reason why no prefill server takes part in a request.
 
     The values are labels of baton_proxy_requests and appear in the access log.
     """

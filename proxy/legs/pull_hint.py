@@ -1,4 +1,7 @@
-"""The hint to a server that computes a prompt: where more of the KV is cached."""
+"""Hints that name a source of cached KV to a server that computes a prompt.
+
+The source is another server, or the KV store of a host.
+"""
 
 import time
 from collections.abc import Iterable
@@ -13,7 +16,8 @@ from proxy.body import hinted
 from proxy.membership import Server
 from proxy.placement.host_tiers import StoreLender
 
-HINT_PARAM = f"kv_transfer_params.{HINT}"  # an error that refuses a hint names this
+# A server that refuses a hint names this parameter in its error.
+HINT_PARAM = f"kv_transfer_params.{HINT}"
 _MAX_HINT_TOKENS = 1 << 24
 # The estimate assumes 4 bytes per token, but text may have one token per byte. A hint's
 # `num_tokens` is therefore this many times the estimate.
@@ -28,8 +32,8 @@ def pull_hint(reader: Server, lenders: Iterable[tuple[object, int]]) -> KVHint |
 
     Args:
         reader: the server that computes the prompt.
-        lenders: servers, and KV stores of hosts, in the order of preference, each with
-            an estimate of how many of the prompt's tokens it has cached.
+        lenders: servers and KV stores (StoreLender) in the order of preference, each
+            with the estimated number of prompt tokens that it has cached.
     """
     if reader.health.is_foreign or not reader.health.subscribes:
         return None
@@ -60,8 +64,10 @@ def with_hint(body: bytes, hint: KVHint, secret: bytes) -> bytes:
 
 
 def _store_can_lend(lender: StoreLender, reader: Server) -> bool:
-    """Whether a ready server shows that the host of a store is reachable, and that the
-    store has KV which `reader` can use.
+    """Return whether `reader` can pull from a KV store.
+
+    One server that uses the store must be ready, as a sign that the store's host is
+    reachable. The kv_digest of that server must be compatible with `reader`.
     """
     return any(
         isinstance(server, Server) and _can_lend(server, reader)

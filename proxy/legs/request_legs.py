@@ -1,4 +1,4 @@
-"""How each leg of a request runs, and how its answer is relayed to the client."""
+"""Runs the legs of a request and relays their answers to the client."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from proxy.upstream import Failure, Headers, Response, TimedOut, UpstreamError
 
 @dataclass
 class RequestLegs:
-    """A client's request, and how each of its legs runs.
+    """A client's request, with methods that run one leg and relay one answer.
 
     Attributes:
         data: the body as the client sent it.
@@ -104,7 +104,7 @@ class RequestLegs:
         return bodies.prefill_leg(self._unseeded_body, self.path, is_foreign=True)
 
     async def _decode(self, call: UpstreamCall, excluded: Sequence[Server]) -> None:
-        """Run the decode leg and relay its answer, or the rest of it after a loss.
+        """Run the decode leg and relay its answer, or the answer's rest after a loss.
 
         Servers in `excluded` receive the leg only if no other server is ready.
         """
@@ -207,7 +207,10 @@ class RequestLegs:
         raise loss
 
     def _loss(self, server: Server, error: UpstreamError) -> UpstreamLost:
-        """Return the loss of a server; count a failure unless the server lends KV."""
+        """Return the loss for a server's error, and count the error as a failure.
+
+        If the server lends its KV to another server, no failure is counted.
+        """
         event: bytes | None = None
         params: msgspec.Raw | None = None
         if isinstance(error, Migrated):
@@ -260,9 +263,9 @@ class RequestLegs:
         )
 
     def _unfit(self, pool: Pool, kind: Kind, num_tokens: int = 0) -> list[Server]:
-        """Return the servers that refuse this many tokens, or this many choices.
+        """Return the servers that would refuse the request because of its size.
 
-        The number of choices is that of the request.
+        The size is `num_tokens` tokens, and the request's number of choices.
         """
         return pool.unfit(kind, num_tokens, bodies.num_choices(self._body))
 

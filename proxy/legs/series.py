@@ -1,4 +1,4 @@
-"""Labelled metric series that the proxy exposes from the start, before any event."""
+"""Labeled metric series that the proxy exposes from the start, before any event."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ _SERVER_FAILURES = [failure for failure in Failure if failure is not Failure.MOV
 def initial_series() -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the name and labels of each series that is exposed with 0 from the start.
 
-    Prometheus's `rate()` and `increase()` do not see the event with which a series
-    appears, and the event that an alert waits for may happen only once.
+    Prometheus's `rate()` and `increase()` miss the first event of a series that did not
+    exist before. Some alerts depend on an event that may happen only once.
     """
     refusal_statuses = sorted(_statuses(RequestError) - {MethodNotAllowed.status})
     reasons_by_path = {

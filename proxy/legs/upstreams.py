@@ -46,7 +46,7 @@ from proxy.upstream import (
 
 logger = get_logger(__name__)
 
-WARN_AFTER_DECODE_ONLY = 50  # requests in a row
+WARN_AFTER_DECODE_ONLY = 50  # number of requests in a row that were not disaggregated
 
 ResultT = TypeVar("ResultT")
 
@@ -64,7 +64,7 @@ class _Attempts:
     def error(self, call: UpstreamCall) -> Exception:
         """Return the error of a leg for which no server is left to try."""
         last = self.failures[-1] if self.failures else None
-        # A request that another server has admitted can do without a prefill server.
+        # A request that a server has already admitted does not need a prefill server.
         is_optional = call.is_admitted and call.kind is Kind.PREFILL
         if self.refusals and last not in DELIVERED and not is_optional:
             retry_at = min(refusal.retry_at for refusal in self.refusals)
@@ -84,8 +84,8 @@ class Upstreams:
         max_queue_s: limit on the estimated wait at servers without admission control.
         max_resumes: how many servers may be lost during one request.
         resume_wait_s: how long a stream that lost its server waits for another one.
-        restart_wait_s: how long a request without an answer waits until a decode server
-            is ready, if none is.
+        restart_wait_s: how long a request waits for a decode server to become ready, if
+            the client has received no part of the answer yet.
         secret: the cluster secret; empty if there is none.
     """
 
@@ -102,8 +102,8 @@ class Upstreams:
     def __post_init__(self) -> None:
         self.full_servers = FullServers(self.load_tracker, self.max_queue_s)
         self._releaser = KVReleaser(self.upstream)
-        # For each server, the timeouts of the requests that wait for it, and whether
-        # another server could take over each request.
+        # For each server, the timeouts of the requests that wait for the server. The
+        # value of a timeout is whether another server could take over its request.
         self._waits = WeakKeyDictionary[Server, dict[asyncio.Timeout, bool]]()
         self.load_tracker.pulls = bool(self.secret)
         # Requests in a row that were not disaggregated. Requests with the reason
@@ -119,7 +119,7 @@ class Upstreams:
 
         Args:
             excluded: servers that would probably refuse this leg. They are tried only
-                if no other server is ready at the start.
+                if no other server is ready when this method is called.
 
         Raises:
             LegFailed: no server is ready, or all servers that may be tried failed.
@@ -184,7 +184,7 @@ class Upstreams:
     async def _try_server(
         self, server: Server, call: UpstreamCall, attempts: _Attempts
     ) -> Leg | None:
-        """Send a leg to one server; if it fails, record that and return None."""
+        """Send a leg to one server; on failure, record the failure and return None."""
         failure: Failure | None
         try:
             leg = await self._attempt(server, call)
@@ -217,9 +217,9 @@ class Upstreams:
     def count_request(self, path: str, reason: str) -> None:
         """Count a request by the path that it takes.
 
-        Warns if requests are not disaggregated although prefill servers are ready:
-        after WARN_AFTER_DECODE_ONLY such requests in a row, then each time that their
-        number has doubled.
+        Warns if requests are not disaggregated although prefill servers are ready. The
+        first warning follows WARN_AFTER_DECODE_ONLY such requests in a row, the next
+        ones follow whenever that number has doubled.
         """
         self.metrics.inc("baton_proxy_requests", path=path, reason=reason)
         if path == "pd":
@@ -245,7 +245,8 @@ class Upstreams:
         self.fleet.add_in_flight(server, 1)
         hint = None
         assignment: Assignment | None = None
-        # For a server that has left, the load tracker's entry would never be removed.
+        # A server that has left is not tracked, because nothing would remove its entry
+        # from the load tracker.
         if call.profile is not None and not server.has_left:
             if call.computes and not server.is_trust_circuit_open:
                 lenders = self.load_tracker.lenders(server, call.profile)
@@ -274,7 +275,7 @@ class Upstreams:
         except (Unreachable, OutOfSockets):
             raise
         except BaseException:
-            # The server may have answered, and may hold KV for the request.
+            # The server may have finished the prefill, and may hold KV for the request.
             if call.transfer_id is not None:
                 params = {"do_remote_decode": True, "transfer_id": call.transfer_id}
                 self.release_kv(server, call.headers, params)
@@ -339,10 +340,9 @@ class Upstreams:
     def on_silence(self, server: Server, is_long: bool) -> None:
         """Give up requests of a server that does not answer its health checks.
 
-        Prefill legs are retried at another server or left out, and requests that
-        another decode server can continue fail over. Until the silence is long, a
-        decode server keeps the requests that no other server can continue, because it
-        may still answer them.
+        A prefill leg is retried at another server or skipped. A request that another
+        decode server can continue fails over. Other requests stay at their decode
+        server until the silence is long, because the server may still answer them.
 
         Args:
             is_long: the server has not answered LONG_SILENCE health checks in a row.

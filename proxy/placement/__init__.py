@@ -1,1 +1,1 @@
-"""Which server gets a request: load estimates, prefix caches, and the choice."""
+"""Placement of requests: load estimates, cached prefixes, and the choice of servers."""

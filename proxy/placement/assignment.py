@@ -9,12 +9,13 @@ from proxy.placement.server_load import ServerLoad
 
 @dataclass(eq=False)
 class Assignment:
-    """One leg of a request that a server was given, or that is reserved for it.
+    """One leg of a request that is assigned to a server, or reserved for it.
 
     Attributes:
-        is_reserved: the leg has not started yet.
+        is_reserved: the leg is only reserved, and has not started.
         computes: the server has yet to compute the prompt.
-        prefill_s: estimated seconds for computing the prompt; 0 if it is not computed.
+        prefill_s: estimated seconds for computing the prompt; 0 if the server does not
+            compute it.
         expected_end_at: estimated end of the computation, minus the server's
             `total_delay_s` at the start of the leg. Adding the current `total_delay_s`
             gives the end that is expected now.

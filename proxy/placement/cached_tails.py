@@ -1,4 +1,7 @@
-"""The ends of prompts in the servers' caches, with the answers to the prompts."""
+"""Remembers what servers have cached beyond the last complete block of a prompt.
+
+This is the prompt's tail: its incomplete last block, and the answer to it.
+"""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -10,14 +13,14 @@ _MAX_TAILS = 16_384  # remembered tails of prompts with their answers, over all 
 
 
 class CachedTail(NamedTuple):
-    """What a server has cached beyond the last complete block of a prompt.
+    """The tail of a prompt in a server's cache: the prompt's rest, and the answer.
 
-    The tail is the rest of the prompt, and the answer.
+    The rest of a prompt is its text after the last complete block.
 
     Attributes:
         num_bytes: length of the prompt's rest, without the last byte, which closes the
             JSON text.
-        text_hash: hash of the prompt's rest.
+        text_hash: hash of the prompt's rest, without the last byte.
         num_tokens: estimated tokens from the start of the prompt to the end of the
             answer.
     """
@@ -38,9 +41,9 @@ class CachedTail(NamedTuple):
 
 
 class CachedTails:
-    """What servers have cached beyond the last complete blocks of their prompts.
+    """The tails of prompts that servers have cached.
 
-    Servers are given by ServerLoad.index.
+    Servers are identified by ServerLoad.index.
     """
 
     def __init__(self) -> None:
@@ -58,7 +61,7 @@ class CachedTails:
             return
         key = (profile.hashes[-1], server)
         rest = profile.text[len(profile.hashes) * BLOCK_BYTES : -1]
-        self._tails.pop(key, None)  # the new entry goes to the end
+        self._tails.pop(key, None)  # so that the new entry is the most recent one
         num_tokens = profile.tokens + num_generated
         self._tails[key] = CachedTail(len(rest), hash(rest), num_tokens)
         if len(self._tails) > _MAX_TAILS:
@@ -70,8 +73,13 @@ class CachedTails:
             self._tails.pop((profile.hashes[-1], server), None)
 
     def extend(self, depths: Depths, profile: RequestProfile) -> None:
-        """Add the tail of an earlier prompt, and the answer to it, to the cached blocks
-        of each server, if this prompt continues them.
+        """Increase the depths of servers that have cached more than complete blocks.
+
+        If this prompt continues an earlier prompt and the answer to it, the tail of
+        the earlier prompt counts as cached.
+
+        Args:
+            depths: the depths of this prompt, which the method changes in place.
         """
         if not profile.text:
             return

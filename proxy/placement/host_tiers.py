@@ -1,9 +1,9 @@
 """Infers which prefixes the KV stores of hosts have.
 
-Servers write what they compute to the KV store of their host (`baton kv`), and pull it
-back after they have evicted it. So a prompt that a server has computed is in its store
-too, from which each server of the store can pull it. Servers of other hosts can pull it
-if the store listens at an address that they reach.
+Servers write the KV that they compute to the KV store of their host (`baton kv`), and
+pull it back after they have evicted it. So if one server has computed a prompt, every
+server that uses the same store can pull the prompt's KV. Servers of other hosts can
+pull it, too, if they can reach the address of the store.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from proxy.placement.server_load import HostTier, ServerLoad
 
 
 class StoreLender(NamedTuple):
-    """A store of another host, from which a server can pull.
+    """A KV store of another host, from which a server can pull.
 
     Attributes:
         servers: the servers that use the store.
@@ -45,9 +45,8 @@ class _Store:
 class HostTiers:
     """The stores of all hosts, and the prefixes that they have.
 
-    A store that was restarted has another id, and has nothing. A store without servers
-    is remembered, because its only server may be restarting. It is forgotten when
-    another store appears.
+    A restarted store has a new id, and is empty. A store without servers is remembered,
+    because its only server may be restarting. It is forgotten when a new store appears.
 
     Args:
         max_blocks: limit on the remembered blocks of prefixes, over all stores.
@@ -64,7 +63,11 @@ class HostTiers:
     def on_report(
         self, load: ServerLoad, report: HostTierReport | None, server: object = None
     ) -> None:
-        """Record which store a server uses, and how fast; None if it uses none."""
+        """Record which store a server uses, and how fast the server reads the store.
+
+        Args:
+            report: the server's report about its store; None if it uses no store.
+        """
         for store in self._stores.values():
             store.servers.pop(load.index, None)
         if report is None:

@@ -1,4 +1,4 @@
-"""The servers that took the last request with the same `prompt_cache_key`."""
+"""Remembers which servers took the last request with each `prompt_cache_key`."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ ServerT = TypeVar("ServerT")
 class KeyAffinity:
     """Remembers, for each key and leg, the server of the last request.
 
-    Placement takes the first of equally good servers. So the remembered server is put
-    first, and changes nothing if another server is better.
+    Placement chooses the first of equally good servers. So the remembered server is
+    moved to the front of the list. It is not chosen if another server is better.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class KeyAffinity:
         self._servers = OrderedDict[tuple[int, bool], int]()
 
     def record(self, profile: RequestProfile, server: int, *, generates: bool) -> None:
-        """Record that a server, given by ServerLoad.index, takes a leg."""
+        """Record that the server with this ServerLoad.index gets a leg."""
         if profile.cache_key is None:
             return
         key = (profile.cache_key, generates)
@@ -41,7 +41,7 @@ class KeyAffinity:
         *,
         generates: bool,
     ) -> Sequence[ServerT]:
-        """Return the servers in the same order, but the remembered one first."""
+        """Return the servers in the same order, with the remembered server first."""
         if profile.cache_key is None:
             return servers
         preferred = self._servers.get((profile.cache_key, generates))

@@ -94,12 +94,12 @@ class LoadTracker:
     def forget_cache(self, server: object) -> None:
         """Record that the server's cache is empty: it has restarted, or left.
 
-        The KV store of its host is still as it was.
+        The KV store of the server's host keeps its content.
         """
         self._prefixes.remove_server(self.loads[server].index)
 
     def share_load(self, server: object, other: object) -> None:
-        """Record that two members are one server, which takes either leg."""
+        """Record that two members are the same server, which takes either leg."""
         self.loads[server] = self.loads[other]
 
     def remove(self, server: object) -> None:
@@ -168,11 +168,11 @@ class LoadTracker:
         generates: bool,
         reservation: Assignment | None = None,
     ) -> ServerT:
-        """Return the server for one leg; of equally good servers, the first.
+        """Return the best server for one leg; the first if several are equally good.
 
         Args:
             profile: None if the request has no prompt, as at /tokenize.
-            reservation: what `reserve_decode_only` returned for the request.
+            reservation: the result of `reserve_decode_only` for the request.
         """
         if profile is None or self._routing == "round_robin" or len(servers) == 1:
             return servers[0]
@@ -208,15 +208,15 @@ class LoadTracker:
     ) -> list[tuple[object, int]]:
         """Return the lenders that have cached more of a prompt than `server` has.
 
-        `server` is the server that computes the prompt. Each lender, a server or a
-        StoreLender, comes with its number of cached tokens; the one with the most is
-        first.
+        `server` is the server that computes the prompt. A lender is a server or a
+        StoreLender, and is returned with its number of cached tokens. The lender with
+        the most tokens is first.
         """
         if not self.pulls:
             return []
         index = self.loads[server].index
-        # Pending blocks do not count, not even the pending blocks of `server`: it may
-        # have to pull those from a lender as well.
+        # Pending blocks do not count as cached, neither those of lenders nor those of
+        # `server`. It may have to pull its own pending blocks from a lender.
         computed = {
             i: self._computed_depth(profile, i, depth)
             for i, depth in self._depths(profile).items()
@@ -242,7 +242,7 @@ class LoadTracker:
             )
             if num_tokens >= min_tokens
         ]
-        # A server comes before a store that has as much.
+        # With equal numbers of tokens, a server is listed before a store.
         return sorted([*lenders, *stores], key=lambda lender: -lender[1])
 
     def _cached(self, profile: RequestProfile) -> CachedPrefixes:
@@ -267,7 +267,7 @@ class LoadTracker:
         return CachedPrefixes(depths, lendable, wait_s, stored_tokens)
 
     def _reply_wait_s(self, lender: object, now: float) -> float:
-        """Return the seconds until a lender replies: it replies between two steps."""
+        """Return the seconds until a lender replies. It replies between two steps."""
         load = self.loads[lender]
         if not load.free_at > now:
             return 0.0
@@ -301,8 +301,8 @@ class LoadTracker:
     def _depths(self, profile: RequestProfile) -> Depths:
         """Return the cached blocks of a prompt by server.
 
-        The tail of an earlier prompt and the answer to it count too if this prompt
-        continues them.
+        If this prompt continues an earlier prompt and the answer to it, the end of the
+        earlier prompt and the answer count as cached, too.
         """
         depths = self._prefixes.depths(profile.hashes)
         self._tails.extend(depths, profile)
@@ -319,12 +319,12 @@ class LoadTracker:
         generates: bool,
         reservation: Assignment | None = None,
     ) -> Assignment:
-        """Record that the server is given a leg.
+        """Record that a leg is assigned to a server.
 
         Call `on_answer` when the answer to the leg begins, and `end` in any case.
 
         Args:
-            reservation: what `reserve_decode_only` returned for the request. It is
+            reservation: the result of `reserve_decode_only` for the request. It is
                 returned if it fits the leg, and otherwise cancelled.
         """
         load = self.loads[server]
@@ -345,8 +345,8 @@ class LoadTracker:
             load.free_at = max(load.free_at, self._clock()) + prefill_s
             load.num_prompts += 1
             load.add_queued(profile.size_class, prefill_s)
-            # The server will have cached the prompt when it starts the prompts that
-            # are queued after this one.
+            # When the server starts the prompts that are queued after this prompt, it
+            # will have cached this prompt.
             self._add_prompt(load, profile)
         is_incoming = generates and not computes
         if is_incoming:
@@ -391,12 +391,12 @@ class LoadTracker:
         return max(self.loads[server].free_at - self._clock(), 0.0)
 
     def on_answer(self, assignment: Assignment) -> None:
-        """Record the first token, or the result of a prefill."""
+        """Record that the answer has begun: the first token, or a prefill's result."""
         assignment.is_answered = True
         load = assignment.load
         hashes = assignment.profile.hashes
         is_indexed = bool(hashes) and self._prefixes.has(load.index, hashes[-1])
-        # Blocks are missing if another request was to compute them and was refused.
+        # The index lacks blocks that another, refused request was to compute.
         if not assignment.computes or not is_indexed:
             self._add_prompt(load, assignment.profile)
         self._host_tiers.add_prompt(load, assignment.profile)
@@ -405,7 +405,7 @@ class LoadTracker:
         self._end_prefill(assignment, delay_s)
 
     def end(self, assignment: Assignment) -> None:
-        """Record that the server has nothing more to do for a leg.
+        """Record that a leg has ended.
 
         A leg without an answer was refused or lost: its blocks are not cached.
         """
@@ -418,7 +418,7 @@ class LoadTracker:
             self._prefixes.remove(load.index, blocks)
             self._tails.remove(load.index, profile)
         elif assignment.generates:
-            # The number of generated tokens is estimated from the time.
+            # The number of generated tokens is estimated from the elapsed time.
             elapsed_s = self._clock() - assignment.started_at
             num_steps = elapsed_s / max(load.step_s(), MIN_SECONDS)
             num_generated = min(profile.max_output_tokens, num_steps)
@@ -434,11 +434,11 @@ class LoadTracker:
             assignment.load.streams += 1
 
     def _end_prefill(self, assignment: Assignment, delay_s: float) -> None:
-        """Record that a prompt is computed, or is not going to be.
+        """Record that a prompt is computed, or will not be computed.
 
         Args:
-            delay_s: by how many seconds the prompts that are queued behind this one
-                will be later than predicted; negative if they will be earlier.
+            delay_s: seconds by which the prompts that are queued after this prompt will
+                be later than predicted; negative if they will be earlier.
         """
         load = assignment.load
         self._pending_blocks.difference_update(assignment.new_blocks)

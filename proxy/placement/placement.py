@@ -5,14 +5,15 @@ out of date or missing, which costs time and never correctness. The cost of a pl
 is in seconds and has four terms:
 
 1. The wait for queued prompts, and the prefill. The prefill counts twice if the server
-   has other prompts, because it then delays prompts that arrive later. It counts once
-   on an idle server, which has usually finished it before the next prompt arrives.
-   Copied tokens are those that a peer of the server has cached. A prefill with copied
-   tokens counts twice on an idle server too, and the copied tokens count once more: a
-   copy takes cache capacity, and later prompts can go to the peer instead.
+   has other prompts, because the prefill then delays prompts that arrive later. It
+   counts once on an idle server, which has usually finished the prefill before the next
+   prompt arrives. Copied tokens are tokens that the server lacks and one of its peers
+   has cached. A prefill with copied tokens counts twice on an idle server too, and the
+   copied tokens count once more: a copy takes cache capacity, and later prompts can go
+   to the peer instead.
 2. The hand-off to a decode server, or the pull of a prefix from another server or from
-   the KV store of the server's host. A prefix is pulled where that takes least time, or
-   computed if that takes less.
+   the KV store of the server's host. The cost of a prefix is that of the fastest way:
+   one of these pulls, or computing the prefix.
 3. The time that running streams lose while the server computes the prompt. It is at
    least the minimum duration of a step with prompts, because the kernels of such a step
    are launched one by one.
@@ -20,8 +21,9 @@ is in seconds and has four terms:
 
 The peers of a prefill server are the other prefill servers, and not the decode servers.
 If only a decode server has a prefix, every later turn interrupts that server's streams.
-An idle prefill server that computes the prefix once serves all later turns. Otherwise,
-the share of good requests in the row "agents", 2P2D, would be 0.70 instead of 0.81.
+An idle prefill server that computes the prefix once serves all later turns. If decode
+servers were peers, the share of good requests in the row "agents", 2P2D, of the tables
+in docs/performance.md would be 0.70 instead of 0.81.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,8 +72,8 @@ class CachedPrefixes(NamedTuple):
 
     Attributes:
         depths: number of leading blocks that each server has, by ServerLoad.index.
-        lendable_blocks: number of leading blocks of the lender, which is the server
-            that can lend the most of them.
+        lendable_blocks: number of leading blocks that the lender has. The lender is the
+            server that can lend the most leading blocks.
         lender_wait_s: seconds until the lender can answer.
         stored_tokens: number of leading tokens that each KV store has, by
             HostTier.store.
@@ -113,7 +115,7 @@ class _Cost(NamedTuple):
     others_s: float
 
     def total_s(self, handoff_s: float = 0.0) -> float:
-        """Return the sum, in which a wait for the first token counts up to three times.
+        """Return the total cost. The wait for the first token counts up to three times.
 
         Args:
             handoff_s: seconds by which a hand-off delays the first token.
@@ -162,8 +164,8 @@ def cheapest_server(
 ) -> _Cost:
     """Return the lowest cost of computing the prompt, with the position of the server.
 
-    The server also generates the answer if `generates` is true. Every request runs this
-    loop over all servers, so for speed the loop contains few function calls.
+    The server also generates the answer if `generates` is true. This function loops
+    over all servers for every request, so the loop has few function calls.
     """
     lowest_cost_s = float("inf")
     cheapest = (servers[0], lowest_cost_s, 0.0)
@@ -229,10 +231,11 @@ def _prefill_times_s(
     cached: CachedPrefixes,
     cached_tokens: Sequence[float],
 ) -> list[float]:
-    """Return the seconds in which each server computes the prompt, without its wait.
+    """Return each server's seconds for the prompt, not counting the wait in its queue.
 
-    A server computes what it has not cached, or pulls a prefix from another server or
-    from the KV store of its host and computes the rest: whatever takes least time.
+    The server either computes all tokens that it has not cached, or pulls a prefix and
+    computes the rest. It pulls from another server or from the KV store of its host.
+    The result is the time of the fastest way.
 
     Args:
         cached_tokens: for each server, the leading tokens that it has cached.
@@ -292,8 +295,8 @@ def saved_by_pull_s(
 ) -> float:
     """Return the seconds that a server saves if it pulls a prefix.
 
-    It pulls the lendable blocks, or what the KV store of its host has. The result is 0
-    if computing the prefix is faster.
+    The server pulls either the lendable blocks, or the prefix in the KV store of its
+    host. The result is 0 if computing the prefix is faster.
     """
     num_cached = cached.depths.get(server.index, 0) * profile.block_tokens
     saved_s = 0.0
@@ -314,8 +317,9 @@ def saved_by_pull_s(
 def emptiest_server(profile: RequestProfile, servers: Sequence[ServerLoad]) -> int:
     """Return the position of the decode server with the least KV in use.
 
-    Servers that lack the free KV for this request are chosen only if all lack it: then
-    the server that lacks the least. A step takes longer the more KV it reads.
+    A server without enough free KV for this request is chosen only if all servers lack
+    free KV. The result is then the server that lacks the least. A server with less KV
+    in use has shorter steps, because a step reads the KV of all its streams.
     """
     best = min(servers, key=_kv_tokens)
     if best.missing_kv(profile):

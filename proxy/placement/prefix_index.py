@@ -1,4 +1,4 @@
-"""Which server has which prefixes in its KV cache, as far as the proxy can infer it."""
+"""An index of the prefixes in each server's KV cache, as the proxy infers them."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 # less than a millisecond.
 _DELETIONS_PER_ADD = 1024
 
-Depths = dict[int, float]  # number of leading blocks of one prompt, by server index
+# For one prompt: the number of leading blocks that a server has, by the server's index.
+Depths = dict[int, float]
 
 
 class PrefixIndex:
     """The blocks that each server has, as chained hashes.
 
     Each server's blocks are evicted in the order of their last use, as in the server's
-    own cache. Servers are given by ServerLoad.index. A set of servers is an integer
-    with one bit for each server, so a lookup takes one operation per block, however
-    many servers there are.
+    own cache. Servers are identified by ServerLoad.index. A set of servers is an
+    integer with one bit for each server. A lookup therefore takes one operation per
+    block, regardless of the number of servers.
 
     Args:
         max_blocks: limit for all servers together.
@@ -61,7 +62,7 @@ class PrefixIndex:
         self._shrink()
 
     def _shrink(self) -> None:
-        """Evict blocks of the server that has the most, down to `max_blocks` in all."""
+        """Evict blocks of the servers with most blocks, until `max_blocks` are left."""
         while self._recent:
             excess = self._num_blocks - self._max_blocks
             if excess <= 0:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 BLOCK_BYTES = 512  # bytes of a prompt's JSON text in one block of the prefix index
-_MAX_HASHED_BYTES = 2**22  # about a million tokens; later text is not compared
-_BYTES_PER_TOKEN = 4.0  # of text; an estimate
+_MAX_HASHED_BYTES = 2**22  # about a million tokens; text beyond this is not hashed
+_BYTES_PER_TOKEN = 4.0  # estimate for text
 # A prompt that is estimated at more than this multiple of the longest context will be
 # refused: its estimate is 4 bytes per token, and no text has 32 bytes per token.
 _IMPLAUSIBLE_LENGTH_RATIO = 8
-NUM_SIZE_CLASSES = 12  # prompts of each class are twice as long as in the class before
+NUM_SIZE_CLASSES = 12  # from one class to the next, the length of prompts doubles
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,9 @@ def profile_prompt(salt: bytes, text: bytes, max_output_tokens: int) -> RequestP
 def limit_to_context(profile: RequestProfile, max_tokens: int | None) -> RequestProfile:
     """Return the profile with at most `max_tokens` tokens, the longest context.
 
-    An estimate by bytes may be many times too high, and a prompt that really is longer
-    will be refused. Neither may count as more than the longest context.
+    The estimate from the number of bytes may be many times too high. If the prompt
+    really is longer than the longest context, servers will refuse it. In both cases,
+    the profile must not count more tokens than the longest context.
 
     Args:
         max_tokens: None if the longest context is not known.

@@ -22,9 +22,10 @@ class HostTier(NamedTuple):
     """The KV store of a server's host.
 
     Attributes:
-        store: number of the store, which all servers of the store have.
-        start_s: seconds for each pull from the store, as the server measures them.
-        token_s: seconds per token of a pull, likewise.
+        store: number of the store. Servers that use the same store have the same
+            number.
+        start_s: fixed seconds for each pull from the store, measured by the server.
+        token_s: additional seconds per pulled token, measured by the server.
     """
 
     store: int
@@ -44,18 +45,19 @@ class ServerLoad:
         free_at: when the queued and computing prompts will all have been computed.
         total_delay_s: sum of the corrections of `free_at` so far.
         queued_s: compute time of the queued prompts, by size class.
-        skippable_s: how much of this queue a prompt of each size class does not wait
-            for, because the queued prompts are much longer.
-        streams: requests that generate here, or will generate here after this server
-            has computed their prompts itself.
-        incoming_streams: requests that will generate here after another server has
-            computed their prompts.
+        skippable_s: by size class of a new prompt, the seconds of `queued_s` for which
+            the prompt does not wait, because these queued prompts are much longer.
+        streams: requests for which this server generates, or will generate after it has
+            computed their prompts itself.
+        incoming_streams: requests for which this server will generate after another
+            server has computed their prompts.
         kv_tokens: tokens of KV that streams and incoming streams hold.
         kv_capacity: tokens of KV; None until the server has reported it.
         token_s: seconds per prompt token.
         launch_s: additional seconds per step with prompts.
         base_step_s: seconds of a step with few streams; see `step_s`.
-        target_step_s: limit for a step with streams; prompts are cut to fit.
+        target_step_s: longest time of a step with streams. The engine limits the prompt
+            tokens of the step accordingly.
         host_tier: None if the server uses no KV store.
     """
 
@@ -78,7 +80,8 @@ class ServerLoad:
     def add_queued(self, size_class: int, seconds: float) -> None:
         """Add compute time of a prompt to the queue; negative `seconds` remove it."""
         self.queued_s[size_class] += seconds
-        # The engine may be in the middle of a step of a long prompt.
+        # A short prompt waits for at least one step, because the engine may be in the
+        # middle of a step of a long prompt.
         skippable_s = -STEP_TOKENS * self.token_s
         for longer in range(NUM_SIZE_CLASSES - 1, SKIPPED_CLASSES - 1, -1):
             skippable_s += self.queued_s[longer]
@@ -103,7 +106,7 @@ class ServerLoad:
         """
         if not self.streams:
             return 1.0
-        # This repeats `step_s`: one more function call for each server would be slow.
+        # This code repeats `step_s`, because a function call for each server is slow.
         num_streams = self.streams + more_streams
         step_s = self.base_step_s * (1.0 + num_streams / STREAMS_PER_DOUBLING)
         share = 1.0 - step_s / self.target_step_s
@@ -115,7 +118,7 @@ class ServerLoad:
         If the queued prompts are overdue, the wait is as long as their delay so far.
 
         Args:
-            size_class: of the new prompt.
+            size_class: the size class of the new prompt.
             now: the present time, by the clock of `free_at`.
         """
         wait_s = self.free_at - self.skippable_s[size_class] - now

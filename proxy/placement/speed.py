@@ -10,9 +10,10 @@ _MEMORY_S = 0.5  # measurements of this many seconds weigh as much as all earlie
 # Ridge penalty on the time per step. With 2, that time stays 0 until steps with
 # different numbers of tokens were measured. 1 would be plain least squares.
 _LAUNCH_PENALTY = 2.0
-# Each health check of an idle server moves its time per token towards the fastest
-# server's by this share of the difference. Otherwise one unusually slow measurement
-# would keep requests away from the server, so that it is never measured again.
+# Each health check of an idle server moves the server's time per token towards that of
+# the fastest server, by this share of the difference. Otherwise one unusually slow
+# measurement could keep all requests away from the server, so that no request would
+# ever measure it again.
 _DECAY_PER_CHECK = 0.05
 # At least this share of the time of steps with prompts counts as spent on the prompts.
 _MIN_PROMPT_SECONDS_SHARE = 0.25
@@ -26,7 +27,8 @@ class StepTotals(NamedTuple):
         tokens: tokens in these steps: one per stream and step, and the prompt tokens.
         prompts: prompt tokens among `tokens`.
         seconds: sum of the durations of the steps.
-        mixed_steps, mixed_tokens, mixed_seconds: the same for steps with prompts.
+        mixed_steps, mixed_tokens, mixed_seconds: the part of `steps`, `tokens` and
+            `seconds` that belongs to steps with prompt tokens.
     """
 
     steps: float = 0.0
@@ -41,9 +43,9 @@ class StepTotals(NamedTuple):
 class PromptSpeed:
     """A fit of seconds per step with prompts, and per prompt token.
 
-    The method is weighted least squares with a ridge penalty. A step has a minimum
-    duration: without the term per step, short prompts would make a server look slow for
-    long prompts.
+    The method is weighted least squares with a ridge penalty. The term per step stands
+    for the minimum duration of a step. Without this term, measurements with short
+    prompts would make a server look slow for long prompts.
 
     Attributes:
         launch_s: seconds per step; 0 until something was measured.

@@ -1,7 +1,7 @@
 """The points of the page's charts: recent points, and sparse points of one hour.
 
-A point has counters instead of rates. The page computes rates and shares from two
-points.
+A point contains counters and no rates. The page computes rates and shares from the
+difference between two points.
 """
 
 import time
@@ -9,11 +9,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-MAX_RECENT = 300  # a point per second while a page is open
+MAX_RECENT = 300  # while a page is open, up to one point per second is added
 HISTORY_INTERVAL_S = 10.0
 MAX_HISTORY = 360  # one hour
 MAX_SAMPLES = 64  # first-byte times per point
-MAX_COLUMNS = 200  # values per point and kind of server
+MAX_COLUMNS = 200  # maximum number of values for each kind of server in a point
 Row = dict[str, Any]
 
 
@@ -74,7 +74,10 @@ class Points:
         self._history.add_first_byte(seconds)
 
     def forget_first_bytes(self) -> None:
-        """Forget the times since the last recent point, which was too long ago."""
+        """Forget the first-byte times that the next recent point would contain.
+
+        Call this when a page is opened after a time without pages: the times are old.
+        """
         self._recent.forget_first_bytes()
 
     def add(
@@ -97,7 +100,7 @@ class Points:
             sums: the servers' statistics, summed up by kind of server.
             servers: names of the servers that have statistics.
             totals: counts of this proxy's requests.
-            is_watched: whether a page is open. Otherwise only a sparse point is added.
+            is_watched: whether a page is open. If not, only a sparse point is added.
         """
         self._add_columns(change, {name for counts in sums.values() for name in counts})
         point = {
@@ -113,7 +116,8 @@ class Points:
             self._recent.add(change, point)
         now = time.monotonic()
         if now >= self._history_due_at:
-            # A check that comes a little too early must not double the interval.
+            # The factor 0.9 lets a call add a point if it is slightly early. Otherwise
+            # the point would wait for the next call, after twice the interval.
             self._history_due_at = now + 0.9 * HISTORY_INTERVAL_S
             self._history.add(change, point)
 

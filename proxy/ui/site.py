@@ -1,8 +1,8 @@
-"""Serves the page's files and its data (GET /ui/state).
+"""Serves the proxy's web page: its files, and its data (GET /ui/state).
 
 The files are read once, when the program starts. The policy in HEADERS keeps browsers
-from loading anything from other hosts, and from running scripts in the data. The files
-are public; with API keys, the data need an admin key.
+from loading anything from other hosts, and from running scripts that the data contain.
+The files are public. If the proxy requires API keys, the data require an admin key.
 """
 
 from html import escape
@@ -35,7 +35,7 @@ HEADERS = [
 
 
 def _load_files() -> dict[str, tuple[bytes, bytes]]:
-    """Return the content type and the bytes of each file, by path."""
+    """Return the content type and the bytes of each file, by the path of its URL."""
     files = {}
     folder = resources.files("proxy.ui").joinpath("assets")
     for file in (*folder.iterdir(), *folder.joinpath("vendor").iterdir()):
@@ -52,7 +52,7 @@ PATHS = OPEN_PATHS | {STATE_PATH}
 
 
 def is_browser(scope: dict[str, Any]) -> bool:
-    """Return whether a browser opened this path: its `Accept` names text/html."""
+    """Return whether a browser sent the request: `Accept` contains text/html."""
     if scope["method"] not in ("GET", "HEAD"):
         return False
     for name, value in scope["headers"]:
@@ -78,7 +78,7 @@ class Site(State):
     def error_page(self, error: BatonError) -> tuple[list[tuple[bytes, bytes]], bytes]:
         """Return headers and body of a page that shows an error in a browser.
 
-        The page links to the paths that have something to show.
+        The page also links to the paths that are useful in a browser.
         """
         links = [
             ("/v1/models", "the models that are served"),

@@ -1,11 +1,12 @@
-"""The data of the page: the servers, points in time, and recent requests.
+"""The data of the proxy's web page: servers, points of charts, and recent requests.
 
-- Each request is recorded when it starts and when it ends. No texts are stored.
+- Each request is recorded when it starts and when it ends. No prompts or answers are
+  stored.
 - All servers are queried for their statistics together: once per second while a page
   polls the proxy, and otherwise every HISTORY_INTERVAL_S (points.py). With many servers
   the interval is longer, so that there are at most POLLS_PER_S queries per second.
-- Every change gets the next number of one counter, so a page receives only the changes
-  since its last answer.
+- Every change gets the next number of one counter. A page sends the number of the last
+  answer that it received, and receives only later changes.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from proxy.upstream import HttpUpstream, UpstreamError, as_text, within
 logger = get_logger(__name__)
 
 MAX_REQUESTS = 200  # finished requests that are stored
-MAX_RUNNING = 50  # running requests that a page receives: the newest
+MAX_RUNNING = 50  # a page receives only this many running requests: the newest
 INTERVAL_S = 1.0
 POLLS_PER_S = 10  # with more servers, each is queried less often
 LINGER_S = 10.0  # a page counts as open for this long after its last poll
@@ -48,12 +49,13 @@ class Request:
 
     Attributes:
         reply: None after the end, because a reply holds a connection's buffers.
-        changed: number of the request's last change.
+        changed: number of the request's last change, from the counter of changes.
         started_at: when the request started, in Unix seconds.
         status: the outcome; None while the request runs.
         end_s: seconds from the start to the end; None while the request runs.
         served: the reports of servers about the request, by the server's name.
-        progress: number of legs, and whether bytes had arrived, at the last point.
+        progress: number of legs, and whether bytes of the answer had arrived, when the
+            servers were last queried.
     """
 
     number: int
@@ -92,7 +94,7 @@ class ServerRow:
     Attributes:
         problem: why there are no statistics; empty if there are.
         row: the server as the page receives it.
-        changed: number of the row's last change.
+        changed: number of the row's last change, from the counter of changes.
     """
 
     stats: ServerStats = _NO_STATS
@@ -128,7 +130,7 @@ class State:
         self._last_poll_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._has_data = asyncio.Event()
-        self._is_opened = asyncio.Event()  # a page has been opened: query at once
+        self._is_opened = asyncio.Event()  # a page was opened: query servers at once
 
     # requests
 
@@ -137,7 +139,7 @@ class State:
         if not self.is_on:
             return
         self._num_requests += 1
-        # Servers receive the id, and report it, in this encoding.
+        # Servers receive the id as UTF-8, and report these bytes decoded as Latin-1.
         sent_id = as_text(reply.request_id).encode()
         request_id = sent_id.decode("latin-1")[:MAX_ID_CHARS]
         request = Request(
@@ -181,13 +183,13 @@ class State:
     async def since(self, number: int, epoch: str) -> bytes:
         """Return the changes since the answer with `number`, as JSON.
 
-        If no page was open, this first waits until all servers have been queried. That
-        takes at most 2 * POLL_TIMEOUT_S.
+        If no page was open before, this method first waits until all servers have been
+        queried, for at most 2 * POLL_TIMEOUT_S.
 
         Args:
-            number: the number of the page's last answer; 0: everything is new.
-            epoch: the epoch of the page's last answer. A page with the epoch of another
-                proxy process gets everything.
+            number: the number of the last answer that the page received; 0 if none.
+            epoch: the epoch of the last answer that the page received. A page with the
+                epoch of another proxy process gets all data.
         """
         if not self._is_watched:
             self.points.forget_first_bytes()
@@ -211,7 +213,7 @@ class State:
             {
                 "epoch": self._epoch,
                 "number": self._num_changes,
-                # The page shows the durations of running requests until this time.
+                # The page shows how long requests have been running until this time.
                 "at": time.time(),
                 "has_keys": self._needs_key,
                 "interval_s": self._interval_s,
@@ -232,7 +234,7 @@ class State:
             self._task = asyncio.create_task(self._poll_servers())
 
     async def close(self) -> None:
-        """Stop the queries of `start`."""
+        """Stop querying the servers."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -318,7 +320,7 @@ class State:
             self._add_finished(server.name, row.stats.served)
 
     def _add_finished(self, name: str, finished: Iterable[FinishedRequest]) -> None:
-        """Add a server's reports on what it did for requests of this proxy."""
+        """Store a server's reports about finished requests that this proxy has sent."""
         for served in finished:
             request = self._requests_by_id.get(served.id)
             if request is None:
@@ -331,7 +333,8 @@ class State:
         """Add a point: sums of the servers' statistics, by kind of server."""
         sums = {kind.value: Counter[str]() for kind in Kind}
         for server, row in self._servers.items():
-            # A server of both kinds counts once, as a decode server.
+            # A server with role "both" is two members, but counts only as the decode
+            # server.
             is_counted = server.kind is Kind.DECODE
             if is_counted or not self._fleet.find(Kind.DECODE, server.url):
                 sums[server.kind.value].update(row.stats.values)

@@ -1,18 +1,18 @@
-// The plots: rates and shares computed from the proxy's points, drawn by uPlot. The pointer or the arrow keys
-// read values.
+// The plots: rates and shares that are computed from the proxy's points, and drawn by uPlot. Users read single values
+// with the pointer or the arrow keys.
 
 import { $, h, setText, color, seconds, count, rate, bytes, percent, clock } from "./dom.js";
 
 const STATES = ["used", "receiving", "leased", "cached", "quarantined", "free"];
 const ITL = "baton_inter_token_seconds_bucket{le=";
 
-const WINDOW_S = 5; // rates and shares are computed over this time, or since the preceding point
-export const MAX_WINDOW = 8; // points whose counters are stored
+const WINDOW_S = 5; // rates and shares cover this time, or the time since the preceding point if that is longer
+export const MAX_WINDOW = 8; // the counters of this many newest points are stored
 
 /**
- * Returns the plotted values of a new point, computed from it and the points before it.
+ * Returns the plotted values of a new point, computed from its counters and those of earlier points.
  *
- * A value is null if it cannot be computed, as after a time in which nothing was measured for `gap_s` seconds.
+ * A value is null if it cannot be computed, for example if the preceding point is more than `gap_s` seconds older.
  */
 export function derive(point, points, gap_s) {
   const window = [];
@@ -57,7 +57,7 @@ export function derive(point, points, gap_s) {
 /**
  * Returns the points of the last `range_s` seconds, with an empty point where nothing was measured for `gap_s` seconds.
  *
- * Short ranges show the recent points, and points of the history where no page was open.
+ * Short ranges show the recent points. Where there are none, because no page was open, they show points of the history.
  */
 export function selectPoints(recent, history, now, range_s, gap_s) {
   let points = history;
@@ -75,8 +75,8 @@ export function selectPoints(recent, history, now, range_s, gap_s) {
   return shown;
 }
 
-const FINE_RANGE_S = 300; // longer ranges have too many points for one per second
-const MIN_SHOWN_S = 60; // the axis has at least this length, although the proxy may have just been started
+const FINE_RANGE_S = 300; // longer ranges show only the history, because one point per second would be too many
+const MIN_SHOWN_S = 60; // the axis has at least this length, even if the proxy has just started
 
 const bound = (name) => (name.includes("Inf") ? Infinity : Number(name.slice(ITL.length, -1)));
 
@@ -189,7 +189,7 @@ class Chart {
   }
 }
 
-/** Returns the points to draw as dots: those between two gaps, which no line connects. */
+/** Returns the points to draw as dots: points between two gaps, which no line connects to other points. */
 function isolatedPoints(chart, line, isShown) {
   const row = chart.data[line];
   return isShown ? row.map((_, at) => at).filter((at) => row[at] !== null && (row[at - 1] ?? null) === null && (row[at + 1] ?? null) === null) : null;

@@ -1,4 +1,5 @@
-// A chat through the cluster: streamed answers in Markdown, each with its times, its timeline and the sources of its KV.
+// A chat through the cluster. Answers are streamed, and shown as Markdown with their times, their timelines and the
+// sources of their KV.
 
 import { $, h, setText, seconds, plural } from "./dom.js";
 import { drawTimeline, elapsed } from "./requests.js";
@@ -7,9 +8,9 @@ import { kvHelp, kvNumbers } from "./kv.js";
 import { copyButton, renderMarkdown } from "./markdown.js";
 import { updateSnippets } from "./snippets.js";
 
-const MAX_TURNS = 40; // messages that are shown and sent
-const MAX_CHARS = 200_000; // characters of an answer that are shown
-const DRAW_MS = 80; // rendering an answer takes longer than receiving a token
+const MAX_TURNS = 40; // limit on messages that are shown and sent
+const MAX_CHARS = 200_000; // limit on characters of an answer that are shown
+const DRAW_MS = 80; // pause between drawings of an answer, because rendering takes longer than receiving a token
 const SYSTEM = "baton-system"; // the system prompt, stored until the tab is closed
 
 export class Chat {
@@ -66,13 +67,13 @@ export class Chat {
     this.log.scrollTop = this.log.scrollHeight;
   }
 
-  /** Shows next to the closed field whether there is a system prompt. */
+  /** Shows the beginning of the system prompt next to the title of its field, which may be closed. */
   showSystem() {
     const text = $("chat-system").value.trim();
     setText($("chat-system-state"), text ? `: ${text.length > 40 ? `${text.slice(0, 40)}…` : text}` : "");
   }
 
-  /** Sets whether the commands to copy contain an API key. */
+  /** Sets whether the commands for users to copy send an API key. */
   setKeys(hasKeys) {
     if (this.hasKeys === hasKeys) return;
     this.hasKeys = hasKeys;
@@ -95,7 +96,7 @@ export class Chat {
     }
   }
 
-  /** Fetches the models for a client with a key that may chat, but may not see the page's numbers. */
+  /** Fetches the names of the models, for a user with an API key that may chat but may not read the page's data. */
   async askForModels() {
     const answer = await fetch("/v1/models", { headers: headers() });
     if (answer.ok) this.setModels((await answer.json()).data.map((model) => model.id));
@@ -113,7 +114,7 @@ export class Chat {
   async send(text) {
     const turns = this.turns; // the user may begin a new conversation before the answer ends
     turns.push({ role: "user", content: text });
-    if (turns.length > MAX_TURNS) turns.splice(0, 2); // a question and its answer: chat templates require that the user comes first
+    if (turns.length > MAX_TURNS) turns.splice(0, 2); // a question with its answer: chat templates need a user's message first
     this.controller = new AbortController();
     this.setBusy(true);
     const answer = this.addTurn(text);
@@ -132,7 +133,7 @@ export class Chat {
     this.atEnd(() => this.endAnswer(answer, isStopped));
   }
 
-  /** Repeats the last question, and replaces its answer. */
+  /** Removes an answer and sends its question again. */
   regenerate(answer) {
     if (this.controller) return;
     if (this.turns.at(-1)?.role === "assistant") this.turns.splice(-2);
@@ -141,7 +142,7 @@ export class Chat {
     this.send(answer.question);
   }
 
-  /** Calls `change`, which changes the log. Scrolls to the log's end if that was visible before. */
+  /** Calls `change`, which changes the log. If the end of the log was visible before, scrolls to the end. */
   atEnd(change) {
     const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 60;
     change();

@@ -1,8 +1,8 @@
-// Creates elements and formats numbers. All data of servers and requests become text, never markup.
+// Creates elements and formats numbers. Data of servers and requests are inserted as text and never as markup.
 
 export const $ = (id) => document.getElementById(id);
 
-/** Creates an element. `props` has attributes; the attribute `style` is an object. Children are nodes or text. */
+/** Creates an HTML element. `props` has its attributes; `style` is an object. The children are nodes or strings. */
 export function h(tag, props, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props ?? {})) {
@@ -20,7 +20,7 @@ export function s(tag, props, ...children) {
   return element;
 }
 
-/** Sets an element's text only if it differs, so that screen readers do not repeat it and layout is not redone. */
+/** Sets the text of an element if it differs. Otherwise screen readers would repeat it, and layout would be redone. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -10,7 +10,7 @@ export const key = () => sessionStorage.getItem(NAME) ?? "";
 export const headers = () => (key() ? { authorization: `Bearer ${key()}` } : {});
 export const onKey = (callback) => (onChange = callback);
 
-/** Shows the button for a key only if the proxy has keys, or a key is stored. */
+/** Shows the button "API key" only if the proxy requires API keys, or a key is stored. */
 export const offerKey = (hasKeys) => ($("key-button").hidden = !hasKeys && !key());
 
 export function askForKey(problem) {

@@ -1,4 +1,4 @@
-// Where the KV of a prompt came from: numbers of tokens with their explanation.
+// Shows the sources of a prompt's KV: the number of tokens from each source, with an explanation.
 
 import { h } from "./dom.js";
 
@@ -7,15 +7,15 @@ export const SOURCES = [
   ["recomputed", "prefill", "The server that answered computed these prompt tokens itself: placement chose so, no prefill server was ready, or a pull failed."],
   ["skipped", "cached", "The server that answered had the KV of these prompt tokens in its prefix cache. Nothing was computed or moved."],
 ];
-let openHelp = 0; // number of the last explanation, for unique ids
+let openHelp = 0; // number of explanations so far, from which each gets a unique id
 
-/** Returns "transferred 7, recomputed 0, skipped 1" as elements; each shows its explanation under the pointer. */
+/** Returns an element with the numbers of tokens by source. Each number shows its explanation under the pointer. */
 export function kvNumbers(kv) {
   return h("span", { class: "kv-numbers" }, ...SOURCES.map(([name, color, help]) =>
     h("span", { title: help }, h("i", { class: "swatch", style: { background: `var(--${color})` } }), h("b", {}, `${kv[name] ?? 0}`), ` ${name}`)));
 }
 
-/** Returns a button that shows and hides the explanation of the three sources, and the explanation. */
+/** Returns a button and an explanation of the three sources, which the button shows and hides. */
 export function kvHelp() {
   const id = `kv-help-${(openHelp += 1)}`;
   const button = h("button", { type: "button", class: "quiet what", "aria-expanded": "false", "aria-controls": id }, "?", h("span", { class: "hidden" }, " What do transferred, recomputed and skipped mean"));

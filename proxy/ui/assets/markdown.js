@@ -1,4 +1,4 @@
-// Shows the Markdown of a model. Its HTML is sanitised: no scripts, styles, images or forms.
+// Renders Markdown from a model as sanitized HTML, which has no scripts, styles, images or forms.
 
 import { h } from "./dom.js";
 
@@ -7,7 +7,7 @@ marked.use({
   gfm: true,
   breaks: true,
   renderer: {
-    html: ({ text }) => escape(text), // a model that writes about HTML means the text
+    html: ({ text }) => escape(text), // HTML in an answer is shown as text
     image: ({ href, text }) => `<a href="${escape(href).replaceAll('"', "&quot;")}">${escape(text || href)}</a>`, // the page loads nothing from other hosts
   },
 });
@@ -20,7 +20,7 @@ const PURIFY_OPTIONS = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-/** Replaces the content of `element` by rendered Markdown, with a button to copy each block of code. */
+/** Replaces the content of `element` with rendered Markdown. Each block of code gets a button that copies it. */
 export function renderMarkdown(element, text) {
   const content = DOMPurify.sanitize(marked.parse(text), PURIFY_OPTIONS);
   for (const link of content.querySelectorAll("a[href]")) {
@@ -62,7 +62,7 @@ async function write(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
-  } catch { // browsers forbid this on pages of other hosts without TLS
+  } catch { // without TLS, browsers allow navigator.clipboard only on pages of localhost
     const field = h("textarea", { class: "hidden" });
     field.value = text;
     document.body.append(field);

@@ -12,7 +12,7 @@ const MAX_POINTS = 300;
 const MAX_HISTORY = 360;
 const MAX_REQUESTS = 250;
 const MAX_WAIT_S = 5; // longest time between two polls if the proxy does not answer
-const POLL_TIMEOUT_S = 10; // a proxy answers within 2 s; browsers wait for minutes
+const POLL_TIMEOUT_S = 10; // a working proxy answers within 2 s; without a timeout, browsers would wait for minutes
 
 const store = { epoch: "", number: 0, servers: new Map(), columns: [], points: [], history: [], requests: new Map() };
 const chat = new Chat();

@@ -1,10 +1,10 @@
-// The last requests, each with a timeline: a lane for every server that was tried, and a lane for the client.
+// The list of recent requests. Each has a timeline with a lane for every leg, and a lane for the client.
 
 import { $, h, setText, legend, seconds, clock, plural } from "./dom.js";
 import { kvHelp, kvNumbers } from "./kv.js";
 
 const PHASES = ["proxy", "queue", "prefill", "transfer", "fence", "decode", "stream"];
-const CLOCK_ROWS = 25; // requests on the clock that shows several requests on one time axis
+const CLOCK_ROWS = 25; // the shared time axis is long enough for this many of the newest requests, up to 60 s
 const LANE_PX = 8;
 
 /** Returns the seconds that a request has taken so far; `now` is the time of the proxy's clock. */
@@ -48,7 +48,7 @@ export function segments(row, now_s) {
 const name = (actor, phase) => (phase === "proxy" ? "proxy" : `${actor} ${phase}`);
 const kindOf = (name) => name.split("-")[0];
 
-/** Draws the timeline of a request: `span_s` seconds (null: all of it), from `from_s` on. */
+/** Draws the timeline of a request: `span_s` seconds from `from_s` on, or the whole request if `span_s` is null. */
 export function drawTimeline(element, row, now_s, from_s = 0, span_s = null) {
   const parts = segments(row, now_s);
   const width_s = span_s ?? Math.max(row.end_s ?? now_s, 1e-6);

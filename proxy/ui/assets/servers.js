@@ -1,4 +1,4 @@
-// The table of servers: state, geometry, KV, queues and work. An update keeps the rows and changes their cells.
+// The table of servers: state, geometry, KV, queues and work. An update changes the cells of existing rows.
 
 import { $, h, setText, legend, count, rate, bytes, memory, seconds } from "./dom.js";
 
@@ -65,7 +65,7 @@ function stateOf(server) {
   return ["ready", "good"];
 }
 
-/** Returns the server's rates since its preceding statistics; null without any. */
+/** Returns the server's rates since the statistics before the current ones; null if there are none. */
 function work(server, interval_s) {
   const then = server.before?.values;
   if (!then || !Object.keys(then).length) return null;

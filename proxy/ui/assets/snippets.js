@@ -1,4 +1,4 @@
-// The commands to copy, which send the same requests as the chat.
+// Commands for users to copy. They send a request like those of the page's chat.
 
 import { $, setText } from "./dom.js";
 import { copy } from "./markdown.js";
@@ -7,7 +7,7 @@ for (const button of document.querySelectorAll("[data-copy]")) {
   button.addEventListener("click", () => copy(button, $(button.dataset.copy).textContent));
 }
 
-/** Shows the commands for a model; with an API key only if the cluster has keys. */
+/** Shows the commands for a model. They send an API key only if the cluster requires one. */
 export function updateSnippets(model, hasKeys) {
   const url = `${location.origin}/v1`;
   const shell = (text) => `'${text.replaceAll("'", "'\\''")}'`;

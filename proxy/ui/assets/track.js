@@ -1,5 +1,5 @@
-// The picture of hand-offs: prefill servers, decode servers, and a baton for every prompt's KV that moves from a
-// prefill server to a decode server. The width of a link shows how many of the last requests it served.
+// The picture of hand-offs: prefill servers, decode servers, and a moving baton for each request that a prefill server
+// handed to a decode server. The width of a link shows how many of the latest requests used that pair of servers.
 
 import { $, s, setText, percent, plural } from "./dom.js";
 
@@ -112,7 +112,7 @@ export class Track {
   }
 }
 
-/** Returns a sentence about how the ended requests were served. */
+/** Returns a sentence with the numbers of requests that ended, were disaggregated, and used a decode server alone. */
 export function summary(ended, handed, alone) {
   const [pair, single] = ["from a prefill server to a decode server", "to a decode server alone"];
   if (!ended) return "no request has ended yet";

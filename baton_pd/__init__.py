@@ -1,9 +1,9 @@
 """Baton as it is installed: one package, with the packages of the repository inside.
 
 In a checkout, Baton's packages (`protocol`, `engine`, `proxy` and so on) are folders of
-the repository. An installed Baton has them inside this package, so that it adds no
-other name to an environment. The packages import each other by their own names in both
-cases. `add_to_path` makes that possible in the processes of Baton.
+the repository. An installed Baton has them inside `baton_pd`, so that it adds no other
+name to an environment. In both cases, the packages import each other as top-level
+packages. `add_to_path` makes that possible in the processes of Baton.
 """
 
 import sys
@@ -15,6 +15,6 @@ ROOT = _HERE if (_HERE / "protocol").is_dir() else _HERE.parent
 
 
 def add_to_path() -> None:
-    """Makes Baton's packages importable, before all others with the same names."""
+    """Makes Baton's packages importable, with precedence over others of equal name."""
     root = str(ROOT)
     sys.path[:] = [root, *(path for path in sys.path if path != root)]

@@ -3,8 +3,8 @@
 import os
 import sys
 
-# `python -m` puts the working directory first in sys.path. A json.py there would hide
-# Python's own module.
+# `python -m` puts the working directory first in sys.path. A json.py in that directory
+# would hide Python's own module.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]

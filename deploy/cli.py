@@ -3,8 +3,8 @@
 import os
 import sys
 
-# `python -m` puts the working directory first in sys.path. A model.py there would hide
-# Baton's own package `model`.
+# `python -m` puts the working directory first in sys.path. The directory is removed,
+# because a model.py in it would hide Baton's own package `model`.
 if __name__ == "__main__" and not sys.flags.safe_path:
     if sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
@@ -21,10 +21,11 @@ class Command(NamedTuple):
 
     Attributes:
         summary: One line for `baton --help`.
-        program: The module and the function that runs it. `main` imports a program only
-            when its subcommand is called, and so can handle Ctrl-C during the import.
-        options: The module and the name of its settings class, or of a function that
-            returns its argparse parser. `baton completion` reads them.
+        program: The module and the function that run the subcommand. `main` imports the
+            module only when the subcommand is called, so it can handle Ctrl-C during
+            the import.
+        options: The module and the name of the subcommand's settings class, or of a
+            function that returns its argparse parser. `baton completion` reads them.
     """
 
     summary: str

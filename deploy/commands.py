@@ -47,7 +47,11 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def with_ports(self, ports: Mapping[str, int]) -> "Command":
-        """Returns this command with these ports, by the names of their options."""
+        """Returns this command with other ports.
+
+        Args:
+            ports: The ports, by the names of their options, such as "port".
+        """
         options = {name.replace("_", "-"): port for name, port in ports.items()}
         prefixes = tuple(f"--{name}=" for name in options)
         argv = [word for word in self.argv if not word.startswith(prefixes)]
@@ -92,17 +96,18 @@ def server_command(
     host: str = LOOPBACK,
     store: str | None = None,
 ) -> Command:
-    """Returns the command of a prefill or decode server, on free ports.
+    """Returns the command of a prefill or decode server that listens on free ports.
 
     Args:
-        index: Number of the server among those of its kind.
+        index: Number of the server among the servers of its kind.
         secret: The cluster secret. It is passed as an environment variable, which other
             users of this machine cannot read.
         cores: CPU cores that the servers share.
         key: The API key with which the proxy calls the servers. It is one of the
             servers' admin keys. None if the servers have no API keys.
         host: The address that the server listens on.
-        store: The address of the KV store, HOST:PORT, unless the group names a store.
+        store: The address of the KV store, HOST:PORT; None if there is none. A server
+            does not get it if its group names another store, or cannot use a store.
 
     Raises:
         ValueError: The group has devices, but none are left for this server.
@@ -171,8 +176,9 @@ def server_argv(
 def _options_of_group(group: BaseModel) -> set[str]:
     """Returns the names of the options that servers take from the group.
 
-    The group's value may be its default. Servers take the other options from the
-    cluster, including `device`, `dtype` and `speculate` if the group has None.
+    Servers take these options from the group even if the group has the default value.
+    They take all other options from the cluster. These include `device`, `dtype` and
+    `speculate` if the group's value is None.
     """
     shared_options = ("device", "dtype", "speculate")
     inherited = {name for name in shared_options if getattr(group, name) is None}
@@ -228,8 +234,8 @@ def proxy_command(
     Args:
         urls: The URLs of the servers of each kind.
         secret: The cluster secret.
-        key: The API key with which the proxy calls the servers, if any. If clients
-            need keys, the launcher calls the proxy with this key, too.
+        key: The API key with which the proxy calls the servers; None if they have no
+            API keys. If clients need keys, the launcher calls the proxy with this key.
     """
     shared = ProxySettings.model_fields.keys() & LocalSettings.model_fields.keys()
     argv = to_argv(settings, only=sorted(shared - {"config"}))

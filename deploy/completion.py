@@ -12,7 +12,7 @@ import shtab
 from protocol.settings.command_line import Parser, make_parser
 
 SHELLS = ("bash", "zsh", "fish")
-# Options with a path as value: the last parts of their names.
+# Options with the path of a file as value, by the last part of the option's name.
 _FILES = frozenset(
     "config model chat_template api_keys_file servers_file kv_scales tls_cert tls_key "
     "tls_ca".split()
@@ -37,7 +37,7 @@ def completion_parser() -> argparse.ArgumentParser:
 
 
 def parser_of_all(commands: dict[str, tuple[str, str]]) -> argparse.ArgumentParser:
-    """Returns a parser of all commands, which is only for completion.
+    """Returns a parser of all commands. It serves only to make the completion script.
 
     Args:
         commands: The summary of each command, and the module and name of its settings
@@ -62,7 +62,7 @@ def parser_of_all(commands: dict[str, tuple[str, str]]) -> argparse.ArgumentPars
 def _copy_options(
     source: argparse.ArgumentParser, target: argparse.ArgumentParser
 ) -> None:
-    """Adds the options of a command to its subparser, with what completes values."""
+    """Adds a command's options to its subparser, with the completions of values."""
     for action in source._actions:
         if action.help == argparse.SUPPRESS:
             continue

@@ -1,10 +1,10 @@
 """`baton doctor` measures how fast KV moves between servers on this machine.
 
-With URLs, it checks running proxies and servers instead (deploy/cluster_check).
+It creates KV and pulls the KV from one device to another, over the paths "mapped" and
+"nixl". It needs no model and no running server. It also reports missing packages and
+unsuitable host settings.
 
-It also reports missing packages and unsuitable host settings. It creates KV and pulls
-the KV from one device to another, over the paths "mapped" and "nixl". It needs no model
-and no running server.
+With URLs, it checks running proxies and servers instead (deploy/cluster_check).
 """
 
 import json
@@ -24,7 +24,7 @@ from protocol.settings.options import ApiKey, DecodeOptions, Seconds
 from protocol.settings.settings import BatonSettings, parse
 
 _BLOCK_TOKENS = 64
-_SIZES = (8, 8, 64)  # layers, KV heads, elements of a head
+_SIZES = (8, 8, 64)  # numbers of layers, KV heads, and elements of a head
 # Transfers over NVLink or within one PCIe switch exceed this rate. Copies through host
 # memory stay below it.
 _SLOW_GPU_BYTES_PER_S = 15e9
@@ -70,8 +70,8 @@ class DoctorSettings(BatonSettings):
     api_key: sources.Listed[ApiKey] = ()
     """API key, used if there is no admin key. Prefer the variable BATON_API_KEY"""
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
-    """cluster secret, for handshakes with the servers from here. Prefer the variable
-    BATON_CLUSTER_SECRET (None: only connections are checked)
+    """cluster secret, for handshakes between this command and the servers. Prefer the
+    variable BATON_CLUSTER_SECRET (None: only connections are checked)
     """
     tls_ca: str | None = Field(None, min_length=1)
     """PEM file with the certificate authorities of https:// URLs (None: the authorities
@@ -105,7 +105,7 @@ class Link:
         source: torch device that owns the KV.
         target: torch device that pulls the KV.
         bytes_per_s: None if the transfer failed.
-        reason: Why the transfer failed.
+        reason: Why the transfer failed; empty if it did not.
         ucx_read: The protocol and the transport by which UCX performed the reads; None
             if UCX did not report them.
     """
@@ -121,7 +121,7 @@ class Link:
 def measure(path: str, source: str, target: str, nbytes: int) -> Link:
     """Pulls at least `nbytes` from another process four times; returns the best result.
 
-    The other process is started here and ends before this function returns.
+    The function starts the other process, and ends it before returning.
 
     Args:
         path: "mapped" or "nixl".
@@ -239,8 +239,8 @@ def used_path(transfer: str, measured_links: Sequence[Link]) -> str:
     If no path that `transfer` allows works, returns a phrase for the report instead.
 
     Args:
-        transfer: The default of --transfer on this machine: "auto" with a GPU, "nixl"
-            without.
+        transfer: The default of --transfer on this machine: "auto" if it has a GPU,
+            otherwise "nixl".
     """
     allowed_paths = ("mapped", "nixl") if transfer == "auto" else ("nixl",)
     working_paths = (
@@ -284,8 +284,10 @@ def text(host: Host, measured_links: Sequence[Link], notes: Sequence[str]) -> st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report. Returns 1 if all measured transfers failed, or if a check of
-    a cluster found an error; else 0.
+    """Prints the report. Returns the exit status.
+
+    The status is 1 if every measured transfer failed. With URLs, it is 1 if the checks
+    found an error. Otherwise it is 0.
     """
     settings = parse(DoctorSettings, argv, prog="baton doctor")
     if settings.urls:

@@ -17,7 +17,7 @@ from protocol.settings.settings import BatonSettings, parse
 ROOT = Path(__file__).resolve().parents[1]
 # All files of these folders are written, except for the modules of `deploy`.
 FOLDERS = ("deploy", "examples")
-# Files with the secrets of a cluster, in a checkout that is in use.
+# Files with a cluster's secrets, in a checkout that is in use. They are not written.
 SECRETS = (".env", "secret.env")
 
 
@@ -51,7 +51,8 @@ def write_files(target: Path, *, force: bool) -> Iterator[Path]:
         force: Replace files that exist with other content.
 
     Raises:
-        ValueError: Such a file exists, and `force` is False. No file has been written.
+        ValueError: A file exists with other content, and `force` is False. No file has
+            been written.
         OSError: A file cannot be written.
     """
     names = list(packaged_files())

@@ -25,10 +25,11 @@ direct = urllib.request.build_opener(
 
 
 def url_host(host: str) -> str:
-    """Returns the host part of URLs to a process that listens at `host`.
+    """Returns the host part of URLs by which this machine reaches a local process.
 
-    This machine can reach the process at the returned host, for example at 127.0.0.1 if
-    `host` is 0.0.0.0.
+    Args:
+        host: The address that the process listens on. For 0.0.0.0, for example, the
+            result is 127.0.0.1.
     """
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
@@ -61,7 +62,7 @@ def fetch(
     body: bytes | None = None,
     opener: urllib.request.OpenerDirector = direct,
 ) -> tuple[int, bytes]:
-    """Sends a GET, or a POST if there is a body.
+    """Sends a GET, or a POST if `body` is given.
 
     Args:
         opener: Opens the URL; by default without a check of certificates.

@@ -1,7 +1,7 @@
 """`baton up`: a cluster of prefill servers, decode servers and the proxy.
 
-`baton serve` starts complete servers instead of the two kinds. `baton warm` starts the
-servers of `baton up` and exits when they are ready.
+`baton serve` starts complete servers instead of prefill and decode servers. `baton
+warm` starts the servers of `baton up` and exits when they are ready.
 
     start: check the port -> start servers on free ports -> start the proxy -> `ready`
     then:  restart a part that ends, until it ends too often; start and end servers for
@@ -64,9 +64,9 @@ def up(settings: LocalSettings, *, name: str = "up", only_warm: bool = False) ->
     """Runs a cluster until the user stops it. Returns the exit status.
 
     Args:
-        name: The command that the user has given.
-        only_warm: Stop the servers when they are ready, without starting the proxy. The
-            next start uses the models that they have downloaded and the kernels that
+        name: The subcommand: up, serve or warm.
+        only_warm: Stop the servers when they are ready, and start no proxy. A later
+            start uses the models that the servers have downloaded and the kernels that
             they have compiled.
     """
     wrap_line = use_json_lines(name) if settings.log_format == "json" else None
@@ -131,14 +131,14 @@ def create_place(settings: LocalSettings, *, only_warm: bool) -> Place:
             "--on ray: Ray is not installed; run pip install 'baton-pd[ray]' here and "
             "on every node"
         )
-    # Imported here, because only this place needs Ray.
+    # The import is not at the top of the file, because only RayPlace needs Ray.
     from deploy.cluster.ray_place import RayPlace
 
     return RayPlace(settings)
 
 
 def print_settings(settings: LocalSettings) -> None:
-    """Prints the settings, and the variables that only other programs read."""
+    """Prints the settings, and the BATON_* variables that this program ignores."""
     print_line(f"settings {describe(settings)}")
     for variable in unread_variables(type(settings)):
         print_line(f"variable ignored; only other Baton programs read it: {variable}")
@@ -199,7 +199,7 @@ def _describe_unready(endpoint: str) -> str:
 
 
 def announcement(endpoint: str, *, has_page: bool) -> str:
-    """Returns the lines that report that the cluster is ready.
+    """Returns the lines with the cluster's addresses to print when it is ready.
 
     Args:
         endpoint: URL of the proxy.

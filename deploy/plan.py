@@ -34,10 +34,10 @@ from protocol.settings.settings import BatonSettings, parse
 class Model(NamedTuple):
     """The properties of a model that determine the shape of its KV cache."""
 
-    num_layers: int  # of the KV group with the most layers
-    total_kv_heads: int  # 1 for MLA
+    num_layers: int  # layers of the KV group that has the most layers
+    total_kv_heads: int  # KV heads of all ranks; 1 for MLA
     num_components: int  # 2 (K and V) or 1 (MLA latent)
-    head_dim: int  # elements; for MLA, kv_lora_rank plus the RoPE part
+    head_dim: int  # elements of a head; for MLA, kv_lora_rank plus the RoPE part
     # Attention window of each KV group, in tokens; None: the group sees all tokens.
     windows: tuple[int | None, ...] = (None,)
 
@@ -60,7 +60,7 @@ class Geometry(GeometryOptions):
     def endpoints(self, model: Model, tokens: int) -> list[Endpoint]:
         """Returns the ranks of an engine with this geometry, for `tokens` tokens of KV.
 
-        This requires a `dtype` other than "auto".
+        The `dtype` of the geometry must not be "auto".
         """
         heads = len(heads_of(0, self.tp // self.dcp_size, model.total_kv_heads))
         blocks = sum(map(len, self.tables(model, tokens))) + 1
@@ -83,8 +83,8 @@ class Geometry(GeometryOptions):
     def tables(self, model: Model, tokens: int) -> list[IntArray]:
         """Returns a block table of `tokens` tokens for each KV group.
 
-        Consecutive blocks of a table are not adjacent in memory, as in the fragmented
-        pool of a busy server.
+        Consecutive blocks of a table are not adjacent in memory. This models the
+        fragmented pool of a busy server.
         """
         num_groups = len(model.windows)
         num_blocks = -(-tokens // (self.block_size * self.dcp_size)) * num_groups
@@ -222,7 +222,7 @@ def _plan_values(plan: TransferPlan) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the report, which is the result of `explain`, as text."""
+    """Returns the text of a report. The report is the result of `explain`."""
     windows = [window or "all" for window in report["model"]["windows"]]
     lines = [
         *(

@@ -1,6 +1,7 @@
 """`baton scale`: changes the number of servers of a running `baton up`.
 
-The proxy forwards the request to its launcher, and returns the launcher's reports.
+The proxy forwards the request to its launcher (`baton up`), and returns the reports of
+the launcher.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ POLL_INTERVAL_S = 0.5
 
 def _check_target(words: tuple[str, ...]) -> tuple[str, ...]:
     """Raises ValueError if `words` are not a role and a number of servers."""
-    if not words:  # `main` refuses this, because --help needs no target
+    if not words:  # `main` refuses a missing target; --help needs none
         return words
     role, count = (*words, "", "")[:2]
     is_count = count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_COUNT
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Requests servers, and waits until they run.
 
     Returns:
-        The exit status: 0 if exactly the requested servers run, 1 if not, 2 without a
-        request, 130 after Ctrl-C.
+        The exit status: 0 if exactly the requested servers run, 1 if not, 2 if the
+        command line names no target, 130 after Ctrl-C.
     """
     settings = parse(ScaleSettings, argv, prog="baton scale")
     if not settings.target:
@@ -106,7 +107,7 @@ def _opener(ca_file: str | None) -> urllib.request.OpenerDirector:
 
 
 def scale(admin: ProxyAdmin, role: str, count: int, timeout_s: float) -> None:
-    """Requests `count` servers of a role, and waits until exactly these run.
+    """Requests `count` servers of a role, and waits until exactly `count` run.
 
     Prints each change of the servers' states.
 

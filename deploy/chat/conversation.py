@@ -1,4 +1,4 @@
-"""The messages of a conversation: for requests, and for files."""
+"""The messages of a chat, from which requests and saved files are made."""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Conversation:
     """The messages of the user and of the model, without the system prompt.
 
     Attributes:
-        system: the system prompt; empty: requests have none.
-        options: other members of each request, such as the temperature.
+        system: the system prompt; if empty, requests have no system message.
+        options: further members of each request's body, such as the temperature.
     """
 
     model: str
@@ -34,7 +34,7 @@ class Conversation:
         return {"model": self.model, "messages": messages, **self.options}
 
     def add(self, text: str, answer: Answer) -> None:
-        """Append a message of the user and its answer, which may be incomplete."""
+        """Append a message of the user, and the answer, which may be incomplete."""
         self.messages += [
             _message("user", text),
             _message("assistant", answer.content),
@@ -46,7 +46,7 @@ class Conversation:
         self.messages.clear()
 
     def save(self, path: Path) -> None:
-        """Write the conversation to a file: JSON if its name ends so, else Markdown.
+        """Write the conversation to a file: as JSON to *.json, otherwise as Markdown.
 
         Raises:
             OSError: the file cannot be written.

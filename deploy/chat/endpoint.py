@@ -15,7 +15,7 @@ from protocol.short_repr import short_repr
 
 _CONNECT_TIMEOUT_S = 5.0
 _MODELS_TIMEOUT_S = 10.0
-_MAX_EVENT_BYTES = 16 << 20  # no event of a chat is that long
+_MAX_EVENT_BYTES = 16 << 20  # much longer than any valid event of a chat
 _MAX_ERROR_BYTES = 64 << 10
 # Control characters, such as ESC, with which a text could change the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -106,7 +106,7 @@ class Answer:
 
 
 def _named_sources(kv: Mapping[str, int]) -> dict[str, int]:
-    """Return prompt tokens by the names that the user sees."""
+    """Return the numbers of prompt tokens, by the names of sources that users see."""
     return {
         "transferred": kv.get("transferred", 0),
         "computed by the answering server": kv.get("recomputed", 0),
@@ -119,7 +119,7 @@ def _duration(seconds: float) -> str:
 
 
 class Endpoint:
-    """Calls one endpoint. Every call opens a connection of its own.
+    """Calls one endpoint. Each call opens a new connection.
 
     Args:
         url: the endpoint's address without /v1.
@@ -168,7 +168,7 @@ class Endpoint:
         body: Mapping[str, Any] | None,
         read: Callable[[aiohttp.ClientResponse], AsyncIterator[Any]],
     ) -> AsyncIterator[Any]:
-        """Send a request, and yield what `read` yields of the response.
+        """Send a request, and yield the items that `read` yields for the response.
 
         Raises:
             ChatError: the endpoint cannot be reached, or refuses the request.

@@ -1,4 +1,4 @@
-"""The command `baton chat`: its options, and a question from a pipe."""
+"""The command `baton chat`: its options, and answers to questions from a pipe."""
 
 import asyncio
 import os

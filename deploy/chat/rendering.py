@@ -1,8 +1,8 @@
 """Shows a growing Markdown text in the terminal.
 
 Complete blocks, such as paragraphs and lists, are printed once. Only the last block is
-drawn again while it grows. If it is taller than the terminal, only its end is drawn.
-Nothing flickers or is printed twice, however long the answer is.
+drawn again while it grows. If that block is taller than the terminal, only its end is
+drawn. So even a long answer neither flickers nor is printed twice.
 """
 
 import time
@@ -20,7 +20,7 @@ _parser = MarkdownIt("commonmark").enable("table")
 
 
 def end_of_complete_blocks(text: str) -> int:
-    """Return the number of characters of all blocks but the last one."""
+    """Return the number of characters before the last block of a Markdown text."""
     blocks = [
         token.map for token in _parser.parse(text) if token.level == 0 and token.map
     ]
@@ -51,8 +51,8 @@ class AnswerView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._num_printed = 0  # characters of the content
-        self._num_reasoning = 0  # characters of the reasoning
+        self._num_printed = 0  # printed characters of the content
+        self._num_reasoning = 0  # printed characters of the reasoning
         self._content = ""
         self._drawn_at = float("-inf")
         self._pending: tuple[str, str] | None = None  # a text that is not drawn yet
@@ -82,10 +82,11 @@ class AnswerView:
             self._console.print(Markdown(rest))
 
     def update(self, reasoning: str, content: str) -> None:
-        """Show the text so far. Both texts only grow.
+        """Show the reasoning and the content that have arrived so far.
 
-        Parsing takes longer than a token of a fast model, so a text is not drawn if the
-        previous one was drawn a moment ago. The end of the `with` block draws the rest.
+        Parsing the text takes longer than a fast model needs for a token. Therefore the
+        text is drawn only _REFRESHES_PER_S times per second. The latest text is drawn
+        at the end of the `with` block, too.
         """
         now = time.monotonic()
         if now - self._drawn_at < 1 / _REFRESHES_PER_S:

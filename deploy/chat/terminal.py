@@ -15,7 +15,7 @@ from deploy.chat.rendering import AnswerView
 from protocol.settings.machine import cache_dir
 from protocol.settings.near_names import suggestion
 
-_MAX_HISTORY = 1000  # messages in the history file; a start removes older ones
+_MAX_HISTORY = 1000  # messages in the history file; each start removes older messages
 HELP = """/reset            begin a new conversation; the system prompt stays
 /system [TEXT]    set the system prompt, or remove it
 /model [NAME]     show the models, or choose one
@@ -160,7 +160,7 @@ class Session:
 
 
 def _keys() -> KeyBindings:
-    """Return keys by which Enter sends, and Alt-Enter begins a new line."""
+    """Return the key bindings: Enter sends, and Alt-Enter begins a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -168,7 +168,7 @@ def _keys() -> KeyBindings:
         event.current_buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    @keys.add("escape", "c-j")  # typed before the prompt was ready
+    @keys.add("escape", "c-j")  # Alt-Enter that was typed before the prompt was ready
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
@@ -178,7 +178,7 @@ def _keys() -> KeyBindings:
 def _open_history() -> History:
     """Return the messages of earlier sessions, which the arrow keys bring back.
 
-    Without a writable cache folder, the history ends with the session.
+    Without a writable cache folder, messages of this session are not stored.
     """
     try:
         path = cache_dir() / "chat-history"

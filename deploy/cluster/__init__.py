@@ -1,1 +1,1 @@
-"""The parts of the cluster of `baton up`: where they run, restarts, and scaling."""
+"""The programs of the cluster of `baton up`: where they run, restarts, and scaling."""

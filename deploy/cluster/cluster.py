@@ -1,9 +1,9 @@
-"""The servers and the proxy of `baton up`, and the members of the proxy.
+"""Runs the servers and the proxy of `baton up`, and keeps the proxy's members current.
 
 The proxy starts with the URLs of all servers. When a server has moved to another URL,
-or when servers are added or removed, the launcher changes the proxy's members by its
-admin API. `_update_proxy` compares the members with the parts, so it can be repeated
-after any failure.
+or when servers are added or removed, the launcher changes the proxy's members through
+the proxy's admin API. `_update_proxy` compares the members with the servers that run,
+so it can be repeated after any failure.
 """
 
 import secrets
@@ -37,10 +37,10 @@ from protocol.settings.settings import LocalSettings
 # Shortest interval between two updates of the proxy. A failed update is repeated, and
 # the requests of a draining server are counted, at this interval.
 UPDATE_INTERVAL_S = 0.5
-DRAINED = "drained"  # state of a member without requests that receives no new ones
-MAX_SERVERS = 2 * 64  # of one kind, including those that are draining
-MAX_LAST_WORDS_CHARS = 500  # of each part in a report
-_STORE_SHARE = 0.1  # of the free memory, for the KV store of a machine with GPUs
+DRAINED = "drained"  # state of a drained member that has no more requests
+MAX_SERVERS = 2 * 64  # limit for servers of one kind, including draining servers
+MAX_LAST_WORDS_CHARS = 500  # limit on the reason why a part ended, in a report
+_STORE_SHARE = 0.1  # share of free memory for the KV store, on a machine with GPUs
 
 
 def store_bytes(settings: LocalSettings) -> int:
@@ -81,27 +81,27 @@ class Cluster:
             on_removed=self._on_removed,
             on_request=self._on_request,
         )
-        # Where servers of this machine reach the KV store; None: there is none.
+        # Address at which this machine's servers reach the KV store; None: no store.
         self._store_address: str | None = None
         self._proxy: Part | None = None
         self._admin: ProxyAdmin | None = None
-        # When each draining server is stopped even if it still has requests.
+        # When a draining server is stopped, even if it still has requests.
         self._drain_deadlines: dict[Part, float] = {}
-        self._urls: dict[Part, str] = {}  # of the servers that have been ready
-        # URLs of servers that have moved or ended. They are no members any more.
+        self._urls: dict[Part, str] = {}  # URLs of the parts that have been ready
+        # URLs of servers that have moved or ended, to be removed from the members.
         self._former_urls: set[str] = set()
         self._is_proxy_outdated = True
         self._next_update_at = 0.0
         self._sent_report: dict[str, Any] = {}
         self._update_error = ""  # why the last update of the proxy has failed
-        # The id of the last request of `baton scale`, and why it cannot be met.
+        # The id of the last request of `baton scale`, and why it cannot be fulfilled.
         self._request_id = ""
         self._problem = ""
 
     # start
 
     def start_store(self) -> None:
-        """Starts the KV store of this machine, unless the settings want none.
+        """Starts the KV store of this machine, if servers can use one.
 
         If the store cannot start, the servers run without it.
         """
@@ -165,8 +165,10 @@ class Cluster:
                 self._next_update_at = time.monotonic() + UPDATE_INTERVAL_S
 
     def server_url(self, kind: Kind) -> str:
-        """Returns the URL of the first server of a kind, of one that is ready if there
-        is any."""
+        """Returns the URL of the first ready server of a kind.
+
+        If no server of the kind is ready, it is the URL of the first server.
+        """
         parts = self._servers(kind)
         ready = [part for part in parts if part.state is State.READY]
         return (ready or parts)[0].url
@@ -240,11 +242,15 @@ class Cluster:
     # scaling
 
     def _scale(self, kind: Kind, count: int) -> None:
-        """Starts servers of a kind, or drains some: those that are not ready, then
-        those with the highest numbers.
+        """Starts or drains servers of a kind, so that `count` servers remain.
+
+        Servers that are not ready are drained first, then those with the highest
+        numbers.
 
         Raises:
-            ValueError, PlaceError: The servers cannot run here.
+            ValueError: The cluster has no servers of this kind, or a server cannot get
+                the devices that it needs.
+            PlaceError: The servers cannot run at the cluster's place.
         """
         kinds = self.settings.server_groups()
         if kind not in kinds:
@@ -282,11 +288,11 @@ class Cluster:
     # the proxy's members
 
     def _update_proxy(self) -> None:
-        """Brings the proxy's members in line with the servers, and reports to it."""
+        """Updates the proxy's members, and sends the launcher's report to the proxy."""
         if self._admin is None or self._proxy is None:
             return
         if self._proxy.state is not State.READY:
-            return  # its next command has the current URLs
+            return  # when the proxy starts again, its command has the current URLs
         try:
             self._update_members(self._admin)
             report = self._report()
@@ -322,7 +328,7 @@ class Cluster:
                 admin.drain(part.url)
 
     def _report(self) -> dict[str, Any]:
-        """Returns the report that GET /admin/cluster at the proxy returns."""
+        """Returns the launcher's report, which the proxy serves at /admin/cluster."""
         parts = [
             {
                 "name": part.name,

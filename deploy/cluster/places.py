@@ -1,6 +1,6 @@
-"""Where the servers of a cluster run: the interface, and this machine.
+"""The interface of places where servers run, and its implementation for this machine.
 
-`deploy/cluster/ray_place.py` is the other implementation.
+`deploy/cluster/ray_place.py` implements it for the nodes of a Ray cluster.
 """
 
 import threading
@@ -13,8 +13,8 @@ from protocol.process import lifecycle
 from protocol.settings.machine import available_cores
 
 # Called with the kind and the value of each Event of a process; see lifecycle.Event.
-# The value of "exited" does not matter. A place may add two kinds with a text as value:
-# "queued" (no machine has free resources for the server) and "placed" (the server
+# The value of "exited" is not used. A place may add two kinds of events, which have a
+# text as value: "queued" (the server waits for free resources) and "placed" (the server
 # starts on a machine).
 OnEvent = Callable[[str, Any], None]
 
@@ -43,7 +43,7 @@ class Place(Protocol):
         host: The address that servers listen on, for their command lines.
         cores: CPU cores that the servers of one machine share.
         keeps_ports: Whether a restarted server must use the ports of its predecessor.
-        is_shared: Whether other users may reach the servers, so that they need keys.
+        is_shared: Whether other users may reach the servers, which then need API keys.
     """
 
     host: str
@@ -57,12 +57,12 @@ class Place(Protocol):
     def spawn(self, command: Command, on_event: OnEvent) -> PartProcess:
         """Starts a server.
 
-        The value of its event "ready" has its "port". It also has its "url", unless the
-        server listens on the loopback address.
+        The value of the server's event "ready" contains "port". It also contains "url",
+        unless the server listens on the loopback address.
         """
 
     def close(self) -> None:
-        """Releases what the place holds, when all servers have ended."""
+        """Releases the resources of the place, after all servers have ended."""
 
 
 class LocalPlace:

@@ -19,7 +19,7 @@ TIMEOUT_S = 2.0
 
 
 class ProxyRefused(Exception):
-    """The proxy has refused a request. The message is that of its error."""
+    """The proxy has refused a request. The message is that of the proxy's error."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class ProxyAdmin:
         self._call(f"{MEMBERS_PATH}/remove", {"server": url})
 
     def drain(self, url: str) -> None:
-        """Sends no more requests to a server, which stays a member."""
+        """Makes the proxy send no new requests to a server, which stays a member."""
         self._call(f"{MEMBERS_PATH}/drain", {"server": url})
 
     def report(self, report: Mapping[str, Any]) -> None:
-        """Stores the launcher's report about the cluster at the proxy."""
+        """Sends the launcher's report about the cluster to the proxy."""
         self._call(CLUSTER_PATH, report)
 
     def cluster(self) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from protocol.version import VERSION
 
 # In a server's arguments, this word stands for the address of the server's node.
 NODE_HOST = "@node"
-# Lines that the driver has not read yet. Further lines are dropped and counted.
+# Limit on lines that the driver has not read. Further lines are dropped and counted.
 MAX_LINES = 10_000
 MAX_EVENTS_PER_ANSWER = 1000
 
-# The kind and the value of an event: those of lifecycle.Event, except that the value of
-# "exited" is the reason; and ("line", text).
+# The kind and the value of an event. The kinds are those of lifecycle.Event, and "line"
+# with a line of output as value. The value of "exited" is the reason of the exit.
 ServerEvent = tuple[str, Any]
 
 
@@ -57,10 +57,10 @@ class ServerActor:
         """Starts the server.
 
         Args:
-            argv: The command. Its first word, the interpreter, is replaced by that of
-                this node.
+            argv: The command. Its first word, the interpreter, is replaced by this
+                node's interpreter.
             folder: The driver's working directory, to which paths in `argv` may be
-                relative. The server starts in it, if this node has it.
+                relative. The server starts in this directory if the node has it.
 
         Returns:
             The GPUs that Ray has reserved for the server.
@@ -71,9 +71,9 @@ class ServerActor:
         words = [word.replace(NODE_HOST, host) for word in argv[1:]]
         gpus = [gpu for gpu in map(str, ray.get_gpu_ids()) if gpu.isdigit()]
         if gpus:
-            # Two servers of one node map each other's memory, so each must see the
-            # GPUs of both. A GPU without a number, such as a part of one, is only
-            # visible by the variable that Ray has set.
+            # Servers on one node map each other's memory, so each must see the GPUs of
+            # all of them. A GPU without a number, such as a MIG slice, is only visible
+            # through the variable that Ray has set.
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             words += [f"--devices={gpu}" for gpu in gpus]
         self._child = lifecycle.spawn(

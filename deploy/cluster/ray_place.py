@@ -1,12 +1,13 @@
-"""The nodes of a Ray cluster, on which servers run as children of actors.
+"""The nodes of a Ray cluster, on which servers run as child processes of actors.
 
 This process is the driver. It reads the events of each actor in a thread. The
-supervisor restarts servers, not Ray: a server starts on another node if its node has
-died, and a server that flaps ends the cluster.
+supervisor restarts servers, and Ray does not: a server starts on another node if its
+node has died, and a server that flaps ends the cluster.
 
-Each server has a placement group of its own with a single bundle, so all its ranks are
-on one node, and each can be restarted while the others run. A decode server prefers the
-node of the prefill server with its number, because KV moves fastest within a node.
+Each server has its own placement group with a single bundle. So all ranks of a server
+are on one node, and each server can be restarted while other servers run. A decode
+server prefers the node of the prefill server with the same number, because KV moves
+fastest within a node.
 """
 
 import contextlib
@@ -39,17 +40,18 @@ from protocol.version import VERSION
 
 NAMESPACE = "baton"
 ADDRESS_VARIABLE = "RAY_ADDRESS"
-CONNECT_TIMEOUT_S = 5.0  # for the head node of the cluster
+CONNECT_TIMEOUT_S = 5.0  # timeout of a connection to the cluster's head node
 # Threads of an actor: one waits for events, and others start and signal the server.
 ACTOR_THREADS = 4
 EVENTS_TIMEOUT_S = 5.0  # how long an actor waits for an event before it answers
-# How much longer the driver waits for that answer.
+# How much longer than EVENTS_TIMEOUT_S the driver waits for an actor's answer.
 ANSWER_TIMEOUT_S = 30.0
 # How often a thread that waits for Ray checks whether its server must end.
 CHECK_INTERVAL_S = 0.5
-# How long a decode server waits until its prefill server is placed.
+# Longest time that a decode server waits until a node is chosen for its prefill server.
 PEER_TIMEOUT_S = 5.0
-# Ray's variable for the Python versions that must be equal: "minor" or "patch".
+# Ray's variable that sets whether driver and cluster must have the same "minor" or the
+# same "patch" version of Python.
 _MATCH_VARIABLE = "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"
 
 
@@ -98,8 +100,8 @@ class RayPlace:
     def resources(self, command: Command) -> dict[str, float]:
         """Returns the resources that Ray reserves for a server.
 
-        On GPUs these are a GPU and a core for each rank, on CPUs a core for each
-        thread of each rank.
+        A server on GPUs needs a GPU and a core for each rank. A server on CPUs needs a
+        core for each thread of each rank.
         """
         group = self._settings.server_groups()[command.kind]
         device = group.device or self._settings.device
@@ -125,7 +127,8 @@ class RayPlace:
         """Returns the id of the node that a server prefers; None: it prefers none.
 
         A decode server prefers the node of its prefill server, if that node is alive.
-        The call waits for at most PEER_TIMEOUT_S until that server is placed.
+        This method waits for at most PEER_TIMEOUT_S until the prefill server has a
+        node.
         """
         kind, _, index = name.rpartition("-")
         group = self._settings.server_groups().get("prefill")
@@ -182,7 +185,7 @@ class RayServer:
             self._actor.signal.remote(number)
 
     def kill(self) -> None:
-        """Ends the actor, with which its server ends."""
+        """Ends the actor. The actor's server ends, too."""
         self._must_end.set()
         if self._actor is not None:
             ray.kill(self._actor)
@@ -242,7 +245,7 @@ class RayServer:
             )
         )
         self._actor = actor
-        if self._must_end.is_set():  # requested while the actor was None
+        if self._must_end.is_set():  # set while `_actor` was None
             raise _EndRequested
 
     def _wait_for(self, reference: Any) -> Any:
@@ -280,7 +283,7 @@ class RayServer:
                     self._on_event(kind, value)
 
     def _release(self) -> None:
-        """Ends the actor and gives its resources back."""
+        """Ends the actor, and releases the resources that Ray reserved for it."""
         try:
             if self._actor is not None:
                 ray.kill(self._actor)
@@ -344,8 +347,8 @@ def _connect(address: str | None) -> None:
     # The actors import the same Baton as this process.
     variables = {name: environ[name] for name in ("PYTHONPATH", SAFE_PATH)}
     try:
-        # Ray puts the working directory on the path of all actors, where a model.py
-        # would hide Baton's package `model`.
+        # Ray puts the driver's working directory in the sys.path of all actors. A
+        # model.py in it would hide Baton's package `model`.
         with contextlib.chdir("/"):
             ray.init(
                 address=address,
@@ -361,7 +364,7 @@ def _connect(address: str | None) -> None:
 def _check_reachable(address: str) -> None:
     """Raises PlaceError if nothing listens at HOST:PORT.
 
-    Ray itself would try for minutes.
+    Without this check, Ray would try to connect for minutes.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:

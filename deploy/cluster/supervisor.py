@@ -26,14 +26,15 @@ from deploy.cluster.restarts import RestartBudget
 from deploy.commands import Command, Kind
 from protocol.process import lifecycle
 
-# A wait prints what it waits for after FIRST_NOTE_S, then every NOTE_INTERVAL_S.
+# `Supervisor.wait` prints what is missing after FIRST_NOTE_S, then every
+# NOTE_INTERVAL_S.
 FIRST_NOTE_S = 1.0
 NOTE_INTERVAL_S = 5.0
-# How long a restart waits for the last processes of the previous run. After a server
-# has died, the ranks of its engine end by themselves. Until then they hold memory.
+# Longest time that a restart waits for processes of the previous run. After a server
+# has died, the ranks of its engine end by themselves, but hold memory until they end.
 MAX_OUTPUT_WAIT_S = 15.0
-# Shortest wait for events. It keeps the loop from spinning while a deadline has passed
-# that cannot be handled yet, such as that of a restart.
+# Shortest wait for events. A deadline that has passed may not be handled yet: a restart
+# may wait for old processes. The loop must not spin in that time.
 MIN_WAIT_S = 0.05
 # How long a part that has reported a failure may take to exit.
 FAILURE_EXIT_S = 10.0
@@ -49,7 +50,7 @@ class StopRequested(Exception):
 
 
 def print_line(text: str) -> None:
-    """Prints a line of the launcher, with the prefix that marks such lines."""
+    """Prints a line with the prefix that marks the launcher's own lines."""
     print(f"baton | {text}", flush=True)
 
 
@@ -65,7 +66,7 @@ class Part:
     """A program of the cluster, across its restarts.
 
     Attributes:
-        name: Such as "decode-1".
+        name: The name of the part, such as "decode-1".
         create_command: Returns the command of the next run.
         place: Where the part runs.
         budget: The restarts of this part.
@@ -75,10 +76,10 @@ class Part:
         is_leaving: The part is no longer needed: it drains, and is not restarted.
         was_ready: The part has been ready in any of its runs.
         run: Number of the current run. Events of earlier runs are ignored.
-        ports: The ports of the last run that was ready.
-        url: Where the last run that was ready serves.
-        progress: What the part last reported about its start.
-        deadline: When the current state ends by itself, in monotonic seconds.
+        ports: The ports of the last run that was ready, by the names of their options.
+        url: The URL of the last run that was ready.
+        progress: The last report of the part about its start.
+        deadline: When the current state times out, in monotonic seconds.
         last_words: Why the previous run ended.
     """
 
@@ -102,11 +103,14 @@ class Part:
 
     @property
     def index(self) -> int:
-        """Number of this server among those of its kind."""
+        """Number of this server among the servers of its kind."""
         return int(self.name.rpartition("-")[2])
 
     def command(self) -> Command:
-        """Returns the command of the next run, with the ports of the last one."""
+        """Returns the command of the next run.
+
+        If the place keeps ports, the command has the ports of the last run.
+        """
         command = self.create_command()
         return command.with_ports(self.ports) if self.place.keeps_ports else command
 
@@ -151,7 +155,7 @@ class Supervisor:
         grace_s: Longest time for a part to end after SIGTERM, in seconds.
 
     Attributes:
-        on_ready: Called when a part becomes ready, also after a restart.
+        on_ready: Called when a part becomes ready, including after a restart.
         on_removed: Called when a part has been removed, with the reason if it failed.
         on_request: Called with each request that a part sends.
     """
@@ -188,9 +192,10 @@ class Supervisor:
 
         Args:
             place: Where the part runs; None: on this machine.
-            is_added: The cluster is already running, so that it must not end if this
-                part cannot start.
-            is_optional: As in Part.
+            is_added: The cluster is already running, and must not end if this part
+                cannot start.
+            is_optional: The cluster continues without the part if the part cannot
+                start or restart.
         """
         part = Part(
             name=name,
@@ -216,7 +221,8 @@ class Supervisor:
 
     def end_all(self) -> bool:
         """Ends all parts. Returns whether all ended without being killed."""
-        # A second signal would kill a part that ends already.
+        # Parts that are ending have already received SIGTERM. A second signal would
+        # kill them.
         ending = [part.process for part in self.parts if part.state is State.ENDING]
         return lifecycle.terminate(self.processes(), self.grace_s, signalled=ending)
 
@@ -239,12 +245,13 @@ class Supervisor:
         part.run += 1
         part.state = State.STARTING
         part.progress = "starting"
-        # The others need the rest of the time, if the cluster continues without it.
+        # If an optional part is not ready in time, the other parts still need the rest
+        # of the start timeout.
         share = 0.5 if part.is_optional else 1.0
         part.deadline = time.monotonic() + share * self.start_timeout_s
         run = part.run
-        # A second signal before the assignment does not kill this process, but the
-        # process exits when the launcher exits.
+        # If a second stop signal arrives before the assignment, `on_signal` does not
+        # kill this process. The process then ends when the launcher exits.
         try:
             part.process = part.place.spawn(
                 part.command(),
@@ -253,8 +260,8 @@ class Supervisor:
                 ),
             )
         except (OSError, RuntimeError) as error:
-            # For example, this machine has no memory or no process left. The part has
-            # then ended like one that ends at once.
+            # For example, the machine has no free memory. The part is then handled like
+            # a part that ends immediately after its start.
             part.process = _FailedProcess(f"it could not be started: {error}")
             self._events.put(_PartEvent(part, run, "exited", None))
 
@@ -275,8 +282,8 @@ class Supervisor:
     ) -> None:
         """Waits until `missing` returns an empty string.
 
-        While waiting, this method processes events. It prints what is missing at
-        intervals, and whenever this changes.
+        While waiting, this method processes events. After a while, it prints what is
+        missing at intervals, and whenever the description changes.
 
         Args:
             missing: Returns a description of what is missing.
@@ -331,7 +338,7 @@ class Supervisor:
         else:
             if event is None:
                 raise StopRequested
-            # A part that was removed may have sent events before its removal.
+            # Events of removed parts and of earlier runs may still be in the queue.
             if event.part in self.parts and event.run == event.part.run:
                 self._process(event)
         for part in list(self.parts):
@@ -380,7 +387,7 @@ class Supervisor:
         self.on_ready(part)
 
     def _on_failure(self, part: Part, reason: str) -> None:
-        """Handles that a part reports a failure. The part then exits.
+        """Handles a failure that a part reports before it exits.
 
         Raises:
             ClusterFailed: The part is not restarted, and the cluster needs it.

@@ -1,4 +1,4 @@
-"""HTTP requests of the checks: bounded in time, with the reason of each failure."""
+"""The HTTP client of the checks: each request has a timeout, each failure a reason."""
 
 import json
 import os
@@ -13,8 +13,8 @@ import aiohttp
 from protocol.http.tls import client_context
 
 _MAX_BODY_BYTES = 16 << 20
-# The Date header has whole seconds, so the measured offset of a clock is accurate to
-# half a second.
+# The Date header has whole seconds, so a clock offset that is measured from it may be
+# wrong by half a second.
 DATE_ERROR_S = 0.5
 
 
@@ -118,7 +118,7 @@ class Client:
             number = error.os_error.errno
             if number is not None and number > 0:
                 reason = os.strerror(number)
-            else:  # such as a name that cannot be resolved
+            else:  # for example, the host name cannot be resolved
                 reason = str(error.os_error)
             raise NoAnswer(reason) from None
         except TimeoutError:

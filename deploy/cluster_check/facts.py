@@ -1,4 +1,4 @@
-"""What servers and proxies report about themselves, and how they are reached."""
+"""Collects what servers and proxies report, and checks whether they are reachable."""
 
 import asyncio
 from collections import Counter
@@ -12,7 +12,7 @@ from deploy.cluster_check.client import Client, NoAnswer, Reply
 from protocol.handshake import EngineMetadata
 from protocol.http.access import REDACTED
 
-MAX_SERVERS = 64  # maximum number of checked servers that proxies name
+MAX_SERVERS = 64  # beyond this number of servers, members of proxies are not checked
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class Server:
         name: the name that a proxy gives the server, if only this server has it;
             otherwise the server's host and port.
         problem: why the server cannot be checked; empty if it can.
-        report: the body of its response to GET /ready.
-        channel_problem: why its side channel cannot be used from here; empty if it can.
+        report: the body of the server's response to GET /ready.
+        channel_problem: why the server's side channel cannot be used from this host;
+            empty if it can, or if there is none.
         metadata: the engine's metadata; None without a handshake, which needs the
             cluster secret.
     """
@@ -93,7 +94,7 @@ async def collect(
     """
     answers = await asyncio.gather(*(_ready(client, url) for url in urls))
     proxies: list[Proxy] = []
-    names: dict[str, str] = {}  # of servers, by URL
+    names: dict[str, str] = {}  # names of servers, by URL
     reports: dict[str, Reply | str] = {}
     unknown: list[str] = []
     for url, answer in zip(urls, answers, strict=True):

@@ -19,10 +19,10 @@ from protocol.pairing import may_pair
 from protocol.registration import MAX_AGE_S
 from protocol.settings.machine import is_local
 
-_MAX_CLOCK_DIFFERENCE_S = 10.0  # a warning well before signatures expire
-_CLOCK_FIX = "Fix: synchronise the hosts' clocks (chronyd, or timedatectl set-ntp true)"
+_MAX_CLOCK_DIFFERENCE_S = 10.0  # so that a warning precedes rejected signatures
+_CLOCK_FIX = "Fix: synchronize the hosts' clocks (chronyd, or timedatectl set-ntp true)"
 _SECRET_FIX = "Fix: give all servers and proxies the same BATON_CLUSTER_SECRET"
-# For each part of a kv_digest: its subject, and the options that decide it.
+# For each part of a kv_digest: what the part covers, and the options that affect it.
 _DIGEST_PARTS = (
     ("the weights or config", "the same --model, --revision and --quantization"),
     ("the KV's shape, RoPE or windows", "the same --hf-overrides and --max-model-len"),
@@ -156,9 +156,10 @@ def _versions(facts: Facts) -> Iterator[Finding]:
 
 
 def _digests(servers: Sequence[Server]) -> Iterator[Finding]:
-    """Find decode servers that cannot read the KV of a prefill server of their model.
+    """Find decode servers that cannot read a prefill server's KV of the same model.
 
-    After handshakes the finding names the field that differs, otherwise its group.
+    After a handshake with both servers, the finding names the field that differs.
+    Without handshakes, it names the group of fields (_DIGEST_PARTS).
     """
     usable = [server for server in servers if server.report.get("kv_digest")]
     for target in usable:
@@ -279,7 +280,7 @@ def _cause_of_failure(pull: Pull) -> str:
 
 
 def _transport_warning(pull: Pull, source: Server, target: Server) -> str | None:
-    """Return a warning if servers of one host use a slow transport."""
+    """Return a warning if two servers on one host use a slow transport."""
     hosts = {urlsplit(server.url).hostname for server in (source, target)}
     if "/" not in pull.transport or len(hosts) > 1:
         return None

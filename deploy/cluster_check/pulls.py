@@ -1,9 +1,10 @@
-"""Timed pulls of KV between two servers, by real requests that this module routes.
+"""Timed pulls of KV from a source server to a target server, by real requests.
 
-1. A prefill leg on one server retains the KV of a fresh prompt.
-2. A decode leg on the other server gets the reference to this KV, and pulls it.
-3. The other server computes the same prompt without the reference. Another cache salt
-   keeps it from using the pulled KV. Both answers must have the same tokens.
+This module takes the place of the proxy:
+1. A prefill leg at the source retains the KV of a fresh prompt.
+2. A decode leg at the target gets the reference to this KV, and pulls the KV.
+3. The target computes the same prompt without the reference. Another cache salt keeps
+   the target from using the pulled KV. Both answers must have the same tokens.
 """
 
 import itertools
@@ -35,7 +36,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True)
 class Pull:
-    """One pull from `source` to `target`, or why there was none.
+    """One pull from `source` to `target`, or the reason why there was no pull.
 
     Attributes:
         problem: why a leg failed; empty if both succeeded.
@@ -43,10 +44,10 @@ class Pull:
         seconds: time from the first READ to the end of the fence.
         num_bytes: size of the KV; None if other requests pulled KV at the same time.
         path: direct, staged, mapped or mixed.
-        transport: mapped, or UCX's name.
+        transport: mapped, or the name by which UCX reports the transport.
         failure_codes: error codes that the target counted during the decode leg.
-        has_same_tokens: whether the answer equals that of the target alone; None if
-            they were not compared.
+        has_same_tokens: whether the answer has the same tokens as the answer that the
+            target computes without a pull; None if the answers were not compared.
         total_s: time of both legs.
     """
 
@@ -74,8 +75,8 @@ def choose_pairs(
     """Return pairs (source, target) to test, and the number of pairs left out.
 
     Pairs of a prefill and a decode server come first, then pairs of decode servers,
-    which read each other's caches. Among them, the next pair is always one whose
-    servers occur in the fewest pairs before it.
+    which read each other's caches. Within each of these two groups, the next pair is
+    one with servers that occur in the fewest earlier pairs.
     """
     usable = [server for server in servers if not server.problem]
     left = [
@@ -108,9 +109,9 @@ def _may_pair(source: Server, target: Server) -> bool:
 
 
 async def pull(client: Client, source: Server, target: Server) -> Pull:
-    """Pull the KV of a prompt twice; return the second result, or the first failure.
+    """Pull the KV of two prompts; return the second result, or the first failure.
 
-    The first pull also connects the servers, which takes longer.
+    The first pull takes longer, because it also connects the servers.
     """
     result = Pull(source.name, target.name)
     for _ in range(2):
@@ -194,7 +195,8 @@ def completion_body(
     """Return the body of a greedy completion of a prompt that no server has cached.
 
     Args:
-        max_model_len: the context of the server; None: unknown.
+        salt: the cache salt, which also selects the words of the prompt.
+        max_model_len: the server's context in tokens; None if it is unknown.
     """
     generator = random.Random(salt)
     max_words = (max_model_len or _DEFAULT_MODEL_LEN) // 4
@@ -225,7 +227,7 @@ async def _kv_series(
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Return the values of the metrics about KV, by name and labels.
 
-    The result is empty if the server refuses this client its metrics.
+    The result is empty if the server does not let this client read its metrics.
     """
     reply = await client.get(f"{server.url}/metrics")
     if reply.status != 200:

@@ -16,12 +16,12 @@ from deploy.cluster_check.findings import Finding, find
 from deploy.cluster_check.pulls import Pull, choose_pairs, pull
 from deploy.cluster_check.through_proxy import Route, follow
 
-_WIDTH = 160  # columns, if the output is not a terminal
+_WIDTH = 160  # width of the report in columns, if the output is not a terminal
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a check; see DoctorSettings."""
+    """The options of the checks; DoctorSettings explains each."""
 
     urls: Sequence[str]
     key: str | None
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """The results.
+    """The results of all checks.
 
     Attributes:
         num_untested_pairs: number of pairs that --max-pairs has left out.
@@ -116,7 +116,7 @@ async def _check(options: Options) -> Report:
 
 
 def _show_progress(text: str) -> None:
-    """Replace the line of progress on standard error, if that is a terminal."""
+    """Replace the progress line on standard error, if standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

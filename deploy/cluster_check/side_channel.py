@@ -1,4 +1,4 @@
-"""A handshake with the side channel of a server, as another server would do it."""
+"""Does a handshake with a server's side channel, in the way another server does."""
 
 import asyncio
 import secrets

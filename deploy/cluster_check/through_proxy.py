@@ -1,4 +1,4 @@
-"""One request per model through a proxy: whether requests are disaggregated."""
+"""Checks with one request per model whether a proxy disaggregates requests."""
 
 import re
 import secrets
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deploy.cluster_check.client import Client, NoAnswer
 from deploy.cluster_check.pulls import completion_body, kv_of
 
-MAX_MODELS = 8  # per proxy
+MAX_MODELS = 8  # limit on the models of a proxy that are tested
 _REQUEST_SERIES = re.compile(
     r"^baton_proxy_requests_total\{(.*)\} (\S+)$", re.MULTILINE
 )
@@ -16,7 +16,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True)
 class Route:
-    """How a proxy served one request.
+    """The result of one request through a proxy.
 
     Attributes:
         problem: why the request failed; empty if it was answered.

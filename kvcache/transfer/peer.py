@@ -161,7 +161,8 @@ class Peer:
 
     @property
     def is_mapping(self) -> bool:
-        """True until it is known whether the peer's memory can be mapped."""
+        """True while an attempt to map the peer's memory is running. False before
+        `begin_mapping` and after `unmap`."""
         return self._mapping is not None and not self._mapping.has_ended
 
     @property

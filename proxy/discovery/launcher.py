@@ -24,8 +24,9 @@ SCALE_PATH = "/admin/scale"
 CLUSTER_PATH = "/admin/cluster"
 PATHS = (SCALE_PATH, CLUSTER_PATH)
 # A report has an entry for each part of the cluster: up to 128 servers of each kind.
-# Each entry has up to 500 characters about the end of the part's last run.
-MAX_BODY_BYTES = 2**18
+# Each entry has up to 500 characters about the end of the part's last run, and JSON
+# escapes a character in up to 6 bytes.
+MAX_BODY_BYTES = 2**20
 
 
 class _Scale(msgspec.Struct, forbid_unknown_fields=True):

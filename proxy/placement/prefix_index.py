@@ -29,8 +29,9 @@ class PrefixIndex:
         # The hashes of each server, least recently used first.
         self._recent: dict[int, OrderedDict[int, None]] = {}
         self._num_blocks = 0
-        # Hashes of removed servers, and the bits of these servers.
+        # The hashes that are still to be deleted, by the index of the removed server.
         self._removed: dict[int, OrderedDict[int, None]] = {}
+        # The set of the servers in `_removed`, with one bit for each server.
         self._removed_bits = 0
 
     def __len__(self) -> int:

@@ -215,6 +215,11 @@ class GrammarChecker:
                 refuse(guided.field, f"cannot be used: {verdict.mistake}")
         return untried
 
+    def _store_verdict(self, grammar: Grammar, verdict: Verdict) -> None:
+        self._verdicts[_grammar_key(grammar)] = verdict
+        while len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
     async def _try(self, all_guided: Sequence[GuidedDecoding], cpu_s: float) -> None:
         """Try grammars in a child, and store the verdicts that arrive in time.
 
@@ -240,12 +245,10 @@ class GrammarChecker:
                         if not line:
                             return
                         verdict = msgspec.json.decode(line, type=Verdict)
-                        self._verdicts[_grammar_key(guided.grammar)] = verdict
+                        self._store_verdict(guided.grammar, verdict)
                         # Raises InvalidRequest if the grammar has a mistake, so that
                         # the remaining grammars are not tried.
                         self._without_verdict([guided])
-            while len(self._verdicts) > _MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
         finally:
             writer.transport.abort()
 

@@ -90,6 +90,17 @@ async def test_memory_is_bounded(tokenizer, monkeypatch):
         await checker.check([regex("a")])
 
 
+async def test_cache_of_verdicts_is_bounded_if_all_grammars_are_invalid(
+    tokenizer, monkeypatch
+):
+    monkeypatch.setattr(grammar_check, "_MAX_VERDICTS", 2)
+    async with checking(tokenizer, 60.0) as checker:
+        for index in range(4):
+            with pytest.raises(InvalidRequest):
+                await checker.check([regex(f"({index}")])
+        assert len(checker._verdicts) == 2
+
+
 async def test_slow_grammars_do_not_delay_other_grammars(tokenizer):
     async with checking(tokenizer, 1.0) as checker:
         slow = [

@@ -50,6 +50,11 @@ class _OpenLookup:
     num_cached: int
     max_tokens: int
 
+    @property
+    def is_in_store(self) -> bool:
+        """Whether `target` is the KV store of this host."""
+        return self.target is not self.sequence.request.hint
+
 
 @dataclass(frozen=True)
 class PrefixFound:
@@ -136,12 +141,15 @@ class PrefixLookups:
         self, sequence: Sequence, num_cached: int, max_tokens: int
     ) -> list[KVHint]:
         region = self._get_region()
-        if region is None or time.monotonic() < self._store_paused_until_s:
+        if region is None or self._is_store_paused():
             return []
         store = region.hint()
         if not self._is_worth_a_pull(store, sequence, num_cached, max_tokens):
             return []
         return [store]
+
+    def _is_store_paused(self) -> bool:
+        return time.monotonic() < self._store_paused_until_s
 
     def _begin(
         self,
@@ -207,11 +215,13 @@ class PrefixLookups:
         return should_pull
 
     def _has_next_target(self, lookup: _OpenLookup) -> bool:
-        """Sets the target of a lookup to its next target. Skips targets from which a
-        pull would not save time any more, according to new measurements. Returns False
-        if no target is left."""
+        """Sets the target of a lookup to its next target. Skips a store that was paused
+        after the lookup began, and targets from which a pull would not save time any
+        more, according to new measurements. Returns False if no target is left."""
         while lookup.next_targets:
             lookup.target = lookup.next_targets.pop(0)
+            if lookup.is_in_store and self._is_store_paused():
+                continue
             if self._is_worth_a_pull(
                 lookup.target, lookup.sequence, lookup.num_cached, lookup.max_tokens
             ):
@@ -249,7 +259,7 @@ class PrefixLookups:
         lookup = self._open.get(event.pull_id)
         if lookup is None:
             return PrefixFound(None, event.remote)
-        is_in_store = lookup.target is not lookup.sequence.request.hint
+        is_in_store = lookup.is_in_store
         if is_in_store:
             self._counters.count_store_lookup(event.outcome)
             if event.outcome == "late" and event.seconds >= MIN_STALL_S:

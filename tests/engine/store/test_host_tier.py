@@ -2,6 +2,8 @@
 is that the store has no more than the engine.
 """
 
+import math
+
 from msgspec.structs import replace
 
 from protocol.messages import AbortRequest
@@ -129,6 +131,24 @@ def test_lookup_ends_when_a_pull_can_save_no_more_time():
         evict_all(engine)
         engine.rates.seconds_per_token = 1.0
         assert group.complete(engine, PROMPT, 1)[1] == (28, 2, 0)
+
+
+def test_store_that_was_paused_meanwhile_is_not_queried_after_another_engine():
+    """The engine of the hint has evicted the prompt, and the store has it."""
+    store = Store()
+    a, b = Engine(), Engine(store_link=store.link())
+    with TieredGroup(store, a, b) as group:
+        group.complete(b, PROMPT, 1)
+        group.until_stored(PROMPT, 28)
+        for is_paused, kv in [(False, (28, 2, 0)), (True, (0, 30, 0))]:
+            group.settle()
+            evict_all(b)
+            name = group.begin(b, PROMPT, 1, hint=a.hint(28))
+            group.until(lambda: bool(b.coordinator._lookups._open))
+            if is_paused:
+                b.core.connector._borrower._lookups._store_paused_until_s = math.inf
+            group.tokens_of(b, name)
+            assert b.kv(name) == kv
 
 
 def test_next_piece_of_a_prompt_waits_for_the_pull_of_the_one_before():

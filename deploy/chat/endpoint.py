@@ -23,13 +23,7 @@ Message = Mapping[str, str]
 
 
 class ChatError(Exception):
-    """The endpoint cannot answer. The message is one line with the cause and the fix.
-
-    Attributes:
-        partial: whether a part of the answer has arrived.
-    """
-
-    partial = False
+    """The endpoint cannot answer. The message is one line with the cause and the fix."""
 
 
 @dataclass

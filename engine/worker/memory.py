@@ -386,7 +386,7 @@ def _check_requested_pool(
     else:
         explanation = (
             f"this machine or container has {free_mib:.0f} MiB free for each of "
-            f"{config.tp} rank(s): lower {option}"
+            f"{config.ranks_per_node} rank(s) of this node: lower {option}"
         )
     raise MemoryTooSmall(
         f"the KV pool of {option} takes {needed_bytes / 2**20:.0f} MiB, but "

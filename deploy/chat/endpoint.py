@@ -23,7 +23,7 @@ Message = Mapping[str, str]
 
 
 class ChatError(Exception):
-    """The endpoint cannot answer. The message is one line with the cause and the fix."""
+    """The endpoint cannot answer. The message is one line with cause and fix."""
 
 
 @dataclass

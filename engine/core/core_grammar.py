@@ -181,8 +181,11 @@ def _mask_rows(item: Scheduled) -> list[Int32s | None]:
 
 
 def num_masked_draws(sequence: Sequence, proposals: tuple[int, ...]) -> int:
-    """The number of draws of a verification that used a mask of the sequence's grammar;
-    all draws if there is no grammar. Any further draw follows a proposal that the
-    grammar does not allow or that ends the output, or a mask that took too long."""
+    """Returns the number of draws of a verification that used a mask of the sequence's
+    grammar. Without a grammar, all draws count.
+
+    The first proposal that the grammar forbids, or that ends the output, ends the
+    computation of masks. So does a mask that took too long.
+    """
     state = sequence.sampling.grammar
     return 1 + len(proposals if state is None else state.rows_after(proposals))

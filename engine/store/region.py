@@ -213,7 +213,8 @@ class Region:
         self.demotions.check_integrity()
 
     def close(self) -> None:
-        """Ends all leases and pulls, and frees the memory."""
+        """Ends all leases and pulls. The memory is freed when the region object is
+        garbage-collected."""
         self.demotions.cancel_waiting()
         self.memory.close()
         self._leases.close()

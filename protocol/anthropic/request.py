@@ -65,8 +65,9 @@ class ConversationFields(Strict):
         '{"type": "tool", "name": "..."}, perhaps with `disable_parallel_tool_use`',
     )
     thinking: Thinking | None = Field(
-        None, description="an object whose `type` is enabled, adaptive, "
-        "between_tools or disabled"
+        None,
+        description="an object whose `type` is enabled, adaptive, "
+        "between_tools or disabled",
     )
     output_config: OutputConfig = Field(
         OutputConfig(), description="an object with `effort` and `format`"

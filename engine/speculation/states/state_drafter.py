@@ -96,13 +96,13 @@ class _StoredStates:
 
 @dataclass(eq=False, slots=True)
 class _PlannedItem:
-    """The work for the drafter that belongs to one sequence of a step of the engine's
-    model.
+    """The drafter's work for one sequence of a step of the engine's model.
 
     Attributes:
         item: the tokens of a sequence that the step computes.
         first_row: the index of the first of these tokens in the step.
-        computed: the rows that the drafter computes directly after the step.
+        computed: the positions in the sequence whose drafter rows are computed directly
+            after the step.
     """
 
     item: Scheduled

@@ -266,9 +266,10 @@ class QueueFull(RateLimited, phase="admission"):
 
 
 class GrammarQueueFull(QueueFull, phase="grammar"):
-    """Too many new schemas and grammars wait to be compiled.
+    """Too many requests wait for the trial of a new grammar, or prompts with too many
+    tokens wait for their grammars.
 
-    Requests without a new grammar are still served.
+    Requests without a grammar are never refused with this error.
     """
 
 

@@ -5,8 +5,9 @@ and another merges the pieces of a sequence.
 
 FP8 elements are converted to float16, which represents each of them exactly. The GPU
 converts two elements in one instruction. Queries are first divided by a power of two
-for each head, so that float16 can hold them without loss. These kernels round at the
-same points as bfloat16 kernels, and lose less precision at each of these points.
+for each head, so that float16 can hold them. Only elements below 2^-17 of the largest
+element of a head lose bits. These kernels round at the same points as bfloat16 kernels,
+and lose less precision at each of these points.
 
 A step's plan is written before the step's first kernel runs. So the kernels read the
 plan before they wait for the preceding kernel (attention/kernels/launch.py).
@@ -100,7 +101,7 @@ def _query(  # type: ignore[no-untyped-def]
     """Loads the query heads as columns.
 
     For FP8 KV, the queries of each head are divided by a power of two, the unit, before
-    they are converted to float16. So no bit is lost.
+    they are converted to float16. So the largest elements lose no bit.
 
     Returns:
         The queries, and the factor of their products with keys: `scale` times the unit.

@@ -275,7 +275,8 @@ def example_weight(variant: Variant, width: int = 0) -> Quantized:
     """Returns a weight with random codes and with scales around 1.
 
     Args:
-        width: columns of the weight; 0: some multiple of the depth.
+        width: number of columns of the weight; 0: a multiple of `variant.depth` for
+            which `depth_of` returns `variant.depth`.
     """
     kind, depth, has_groups, has_zeros, scale_dtype, dtype, device = variant
     if not width:

@@ -1,4 +1,5 @@
-"""The HTTP server of a process: uvicorn with bounded connections (connections.py).
+"""The HTTP server of a process: uvicorn with limits on the size and the speed of each
+request (connections.py).
 
 Connections beyond the limit of open files wait (acceptor.py). If a client vanishes or
 reads nothing, the kernel ends the connection (`drop_unresponsive_clients`).

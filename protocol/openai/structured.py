@@ -3,8 +3,8 @@
 The fields are `response_format` of OpenAI's API, `structured_outputs` (formerly
 `guided_json` and so on) of vLLM, and the corresponding fields of SGLang and llama.cpp.
 
-This file checks only the types of these fields. llguidance decides whether a schema or
-regex is usable (engine/text/grammar_compile.py).
+This file checks the form of these fields, and that at most one grammar is given.
+llguidance decides whether a schema or regex is usable (engine/text/grammar_compile.py).
 """
 
 import json

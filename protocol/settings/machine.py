@@ -77,8 +77,8 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
         raise CannotStore(
             "this machine's cluster secret", path.parent, error, _SECRET_FIX
         ) from error
-    # The secret is too short if the disk was full when the file was created, or if a
-    # user has written the file.
+    # A file that a user has written, or that a crash has truncated, may hold a secret
+    # that is too short.
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"{path} holds a cluster secret of {len(secret)} characters, but the "

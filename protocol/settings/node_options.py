@@ -10,8 +10,10 @@ from protocol.settings.options import Options, Seconds
 
 
 class NodeOptions(Options):
-    """The nodes of one server. Every node runs the same command, except for
-    --node-rank. Each node runs the same number of ranks.
+    """The nodes of one server. Each node runs the same number of ranks.
+
+    All nodes get the same options, except --node-rank and options that describe one
+    node, such as --node-host or --devices.
     """
 
     topic: ClassVar[str] = "nodes"

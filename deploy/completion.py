@@ -12,7 +12,8 @@ import shtab
 from protocol.settings.command_line import Parser, make_parser
 
 SHELLS = ("bash", "zsh", "fish")
-# Options with the path of a file as value, by the last part of the option's name.
+# Names of options whose value is the path of a file. A prefix that ends with a dot,
+# such as `prefill.`, is left out.
 _FILES = frozenset(
     "config model chat_template api_keys_file servers_file kv_scales tls_cert tls_key "
     "tls_ca".split()

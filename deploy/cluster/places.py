@@ -41,7 +41,8 @@ class Place(Protocol):
 
     Attributes:
         host: The address that servers listen on, for their command lines.
-        cores: CPU cores that the servers of one machine share.
+        cores: CPU cores from which the default of --threads is computed. On this
+            machine, all servers share them; on Ray, each server has its own.
         keeps_ports: Whether a restarted server must use the ports of its predecessor.
         is_shared: Whether other users may reach the servers, which then need API keys.
     """

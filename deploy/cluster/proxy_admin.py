@@ -48,7 +48,8 @@ class ProxyAdmin:
         self._call(MEMBERS_PATH, {"role": role, "url": url})
 
     def remove(self, url: str) -> None:
-        """Removes a member when its last request has ended."""
+        """Requests the removal of a member, without waiting for it. The member gets no
+        new requests, and is removed when its last request has ended."""
         self._call(f"{MEMBERS_PATH}/remove", {"server": url})
 
     def drain(self, url: str) -> None:

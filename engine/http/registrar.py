@@ -157,7 +157,7 @@ class Registrar:
             return str(msgspec.json.decode(body)["error"]["message"])
         except (msgspec.DecodeError, LookupError, TypeError):
             return (
-                f"status {answer.status}; check that --register-with is the URL of a "
+                f"status {answer.status}; check that --register is the URL of a "
                 "Baton proxy"
             )
 
@@ -165,7 +165,9 @@ class Registrar:
 async def addresses_of(url: URL) -> list[str]:
     """Return the addresses of a host name that several proxies share.
 
-    Returns the name itself if it has one address, or if it cannot be resolved.
+    Only the address family with the most addresses counts, and at most MAX_ADDRESSES
+    are returned. The host name itself is returned if no family has two addresses, or
+    if it cannot be resolved.
     """
     assert url.host is not None
     loop = asyncio.get_running_loop()

@@ -114,7 +114,8 @@ class DraftKV(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's drafter, whose KV other engines with the same drafter may read.
 
     Attributes:
-        fingerprint: Equal on two engines with the same drafter and the same model.
+        fingerprint: Identifies the drafter, the dtype of its KV and the type of its
+            device. Engines share draft KV only if their fingerprints are equal.
     """
 
     fingerprint: Annotated[str, Meta(max_length=128)]

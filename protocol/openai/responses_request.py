@@ -117,8 +117,8 @@ class TextFormat(SchemaMembers):
             allowed.add("schema_")
         if not has_schema and not self.model_fields_set <= allowed:
             raise ValueError(
-                "`name`, `strict` and `description` are allowed only if `type` is "
-                "json_schema; `schema` also if it is json_object"
+                "`name`, `strict` and `description` require the `type` json_schema; "
+                "`schema` requires the `type` json_schema or json_object"
             )
         return self
 

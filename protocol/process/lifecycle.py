@@ -447,7 +447,8 @@ def report_progress(text: str) -> None:
 def report_ready(info: Mapping[str, Any]) -> None:
     """Reports to the parent process, if any, that this process serves requests.
 
-    A process calls this function once. `info` has the addresses of this process, such as {"port": 8000}.
+    A process calls this function once. `info` has the addresses of this process, such
+    as {"port": 8000}.
     """
     _report("ready", dict(info))
 

@@ -21,7 +21,8 @@ class Proxy:
 
     Attributes:
         problems: why the proxy is not ready or cannot be inspected.
-        members: the proxy's answer about each member; empty without an admin key.
+        members: the proxy's answer about each member; empty if the proxy
+            refuses to list them.
     """
 
     url: str

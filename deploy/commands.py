@@ -143,7 +143,8 @@ def server_command(
 def server_argv(
     settings: LocalSettings, kind: Kind, *, cores: int, host: str = LOOPBACK
 ) -> list[str]:
-    """Returns the arguments of a server of `kind`, except its devices."""
+    """Returns the arguments of a server of `kind`, without its devices and the address
+    of the cluster's KV store."""
     group = settings.server_groups()[kind]
     group_options = _options_of_group(group)
     server_class = SETTINGS_BY_PROGRAM[f"baton {kind}"]

@@ -142,7 +142,8 @@ class RayPlace:
         return node_id if is_alive else None
 
     def _options(self, bundle: dict[str, float]) -> str:
-        """Returns the options on which a server's resources depend."""
+        """Returns the names of the `baton up` options that set the resources in
+        `bundle`, for an error message."""
         option = "tp" if bundle.get("GPU") else "threads"
         groups = self._settings.server_groups()
         prefixes = [

@@ -337,24 +337,25 @@ CACHE_MISS = "cache_threshold"
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request.
+    """New tokens of one choice of a request.
+
+    The last delta of a choice has a `finish_reason`. If a request fails, one delta with
+    an `error` ends all of its choices instead.
 
     Attributes:
         choice: Index of the choice, below the request's num_choices.
         logprobs: One per token, if the request needs logprobs.
         prompt_logprobs: One per prompt token in order; the first token has None. The
             list arrives in one or more deltas of choice 0.
-        finish_reason: "stop", "length", "abort", CACHE_MISS or MOVED; only set on the
-            last delta.
-        error: Only set on the last delta of a failed request.
-        usage: Set on the last delta. The delta with a choice's first token also has a
-            usage, with preliminary numbers.
-        times: Set on the last delta.
-        accepted_tokens: Set on the last delta: the number of this choice's tokens that
-            a drafter had proposed.
-        rejected_tokens: Set on the last delta: the number of proposed tokens that are
-            not in the output.
-        kv_transfer_params: Set on the last delta if another server continues the
+        finish_reason: "stop", "length", "abort", CACHE_MISS or MOVED.
+        usage: Set together with `finish_reason`. The delta with a choice's first token
+            also has a usage, with preliminary numbers.
+        times: Set together with `finish_reason`.
+        accepted_tokens: Set together with `finish_reason`: the number of the choice's
+            tokens that a drafter had proposed.
+        rejected_tokens: Set together with `finish_reason`: the number of proposed
+            tokens that are not in the output.
+        kv_transfer_params: Set with `finish_reason` if another server continues the
             request: after a prefill leg, or with the finish reason MOVED.
     """
 

@@ -279,8 +279,11 @@ class ResponseWriter:
     def _events(
         self, piece: ChoicePiece, tail: dict[str, Any], last_tail: dict[str, Any]
     ) -> bytes:
-        """Returns the events of a piece. The last of these events has the members
-        `last_tail`, the others have the members `tail`.
+        """Returns the events of a piece.
+
+        Args:
+            tail: Additional members of every event except the last.
+            last_tail: Additional members of the last event.
         """
         parts = self.parts(piece)
         events: list[bytes] = []

@@ -167,13 +167,15 @@ def create_tracer(options: TelemetryOptions, service: str) -> Tracer | None:
     """Returns the tracer that the options or the variables OTEL_* describe.
 
     The result is None if no collector is configured, or if a variable disables traces.
+    If only OTEL_* variables name the collector, a problem is logged as a warning, and
+    the result is None.
 
     Args:
         service: The service's name, unless OTEL_SERVICE_NAME is set.
 
     Raises:
-        ValueError: --otlp-traces-endpoint is given, but packages are missing, or a
-            variable sets a protocol other than HTTP.
+        ValueError: --otlp-traces-endpoint is given, and traces cannot be sent: packages
+            are missing, or a variable sets a protocol other than http/protobuf.
     """
     option = options.otlp_traces_endpoint
     if option is None and not any(map(os.environ.get, _ENDPOINT_VARIABLES)):

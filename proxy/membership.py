@@ -295,8 +295,7 @@ class Fleet(Pool):
         self.num_changes = 0
         self._clock = clock
         self._watch = watch
-        # For each kind, model and turn key, the index at which the round-robin order
-        # starts. Servers with lower indices come last in that order.
+        # The index at which round-robin starts, by kind, model and turn key.
         self._next_index_by_turn: dict[Hashable, int] = {}
         # Cached, like `_subpools`, until `_record_change` is called.
         self._models: list[str] | None = None

@@ -1,9 +1,9 @@
 """Baton as it is installed: one package, with the packages of the repository inside.
 
 In a checkout, Baton's packages (`protocol`, `engine`, `proxy` and so on) are folders of
-the repository. An installed Baton has them inside `baton_pd`, so that it adds no other
-name to an environment. In both cases, the packages import each other as top-level
-packages. `add_to_path` makes that possible in the processes of Baton.
+the repository. An installed Baton has them inside `baton_pd`, so that it adds only one
+top-level package to an environment. In both cases, the packages import each other as
+top-level packages. `add_to_path` makes that possible in the processes of Baton.
 """
 
 import sys

@@ -142,15 +142,19 @@ def usage() -> str:
         ]
     lines += [
         "",
-        "baton COMMAND --help explains the common options, and --help=all all options.",
-        "An option may also be given as a BATON_* variable, or in the file named by",
-        "--config. baton --version prints the version.",
+        "baton COMMAND --help explains the options. If these are only the common ones,",
+        "--help=all explains all. Most commands also read options from BATON_*",
+        "variables and the file named by --config. baton --version prints the version.",
     ]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand. Returns its exit status, or 2 for a wrong command line."""
+    """Runs a subcommand, or prints the help or the version. Returns the exit status.
+
+    The exit status is that of the subcommand; 2 if no known subcommand is given; 130
+    if the subcommand does not handle Ctrl-C itself.
+    """
     open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
@@ -165,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case [name, *rest] if name in COMMANDS:
             try:
                 return resolve_name(COMMANDS[name].program)(rest) or 0
-            except KeyboardInterrupt:  # Ctrl-C came before the program handled signals
+            except KeyboardInterrupt:  # the program did not handle Ctrl-C
                 return 130
     from protocol.settings.near_names import suggestion
 

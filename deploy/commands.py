@@ -1,4 +1,4 @@
-"""Derives the command lines of a local cluster from its settings.
+"""Derives the command lines of a cluster's processes from the cluster's settings.
 
 This module does no I/O.
 """
@@ -30,10 +30,10 @@ PROGRAMS: dict[Kind, tuple[str, ...]] = {
     "proxy": (sys.executable, "-m", "proxy"),
 }
 STORE_PROGRAM = (sys.executable, "-m", "engine.store")
-# By default, each server uses at least this many cores, or all cores if there are
-# fewer, even if servers then share cores. If two servers divided the cores of a small
-# machine instead, the time to first token would double. Sharing costs little, because
-# prefill and decode servers are rarely busy at the same time.
+# By default, the ranks of each server divide at least this many cores among them, or
+# all cores if there are fewer, even if servers then share cores. If two servers divided
+# the cores of a small machine instead, the time to first token would double. Sharing
+# costs little, because prefill and decode servers are rarely busy at the same time.
 MIN_CORES_PER_SERVER = 4
 
 
@@ -50,7 +50,7 @@ class Command:
         """Returns this command with other ports.
 
         Args:
-            ports: The ports, by the names of their options, such as "port".
+            ports: The ports, by the field names of their options, such as "port".
         """
         options = {name.replace("_", "-"): port for name, port in ports.items()}
         prefixes = tuple(f"--{name}=" for name in options)
@@ -102,15 +102,16 @@ def server_command(
         index: Number of the server among the servers of its kind.
         secret: The cluster secret. It is passed as an environment variable, which other
             users of this machine cannot read.
-        cores: CPU cores that the servers share.
+        cores: CPU cores from which the default of --threads is computed; see
+            `Place.cores`.
         key: The API key with which the proxy calls the servers. It is one of the
             servers' admin keys. None if the servers have no API keys.
-        host: The address that the server listens on.
+        host: The value of --host; see `Place.host`.
         store: The address of the KV store, HOST:PORT; None if there is none. A server
             does not get it if its group names another store, or cannot use a store.
 
     Raises:
-        ValueError: The group has devices, but none are left for this server.
+        ValueError: The group has devices, but too few for this server.
     """
     groups = settings.server_groups()
     group = groups[kind]
@@ -175,11 +176,11 @@ def server_argv(
 
 
 def _options_of_group(group: BaseModel) -> set[str]:
-    """Returns the names of the options that servers take from the group.
+    """Returns the names of the options whose values servers take from their group.
 
-    Servers take these options from the group even if the group has the default value.
-    They take all other options from the cluster. These include `device`, `dtype` and
-    `speculate` if the group's value is None.
+    They take the value from the group even if it is the default. `device`, `dtype` and
+    `speculate` are left out if the group's value is None: servers then take the value
+    from the cluster.
     """
     shared_options = ("device", "dtype", "speculate")
     inherited = {name for name in shared_options if getattr(group, name) is None}

@@ -12,8 +12,8 @@ import shtab
 from protocol.settings.command_line import Parser, make_parser
 
 SHELLS = ("bash", "zsh", "fish")
-# Names of options whose value is the path of a file. A prefix that ends with a dot,
-# such as `prefill.`, is left out.
+# Names of options whose value is or may be the path of a file. A prefix that ends with
+# a dot, such as `prefill.`, is left out.
 _FILES = frozenset(
     "config model chat_template api_keys_file servers_file kv_scales tls_cert tls_key "
     "tls_ca".split()

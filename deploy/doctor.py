@@ -1,8 +1,8 @@
 """`baton doctor` measures how fast KV moves between servers on this machine.
 
-It creates KV and pulls the KV from one device to another, over the paths "mapped" and
-"nixl". It needs no model and no running server. It also reports missing packages and
-unsuitable host settings.
+It creates KV in another process and pulls the KV from there, over the paths "mapped"
+and "nixl". It needs no model and no running server. It also reports missing packages
+and unsuitable host settings.
 
 With URLs, it checks running proxies and servers instead (deploy/cluster_check).
 """
@@ -28,8 +28,8 @@ _SIZES = (8, 8, 64)  # numbers of layers, KV heads, and elements of a head
 # Transfers over NVLink or within one PCIe switch exceed this rate. Copies through host
 # memory stay below it.
 _SLOW_GPU_BYTES_PER_S = 15e9
-# Minimum size of transfers between GPUs. Transfers of this size take much longer than
-# the fence, which is the exchange of messages after the KV has arrived.
+# Minimum size of transfers on GPUs. Transfers of this size take much longer than the
+# fence, which is the exchange of messages after the KV has arrived.
 _MIN_GPU_BYTES = 1 << 30
 _MIN_SHM_BYTES = 64 << 20  # free shared memory that NCCL and UCX need
 _MIN_MEMLOCK_BYTES = 64 << 30  # RDMA locks the whole KV pool in memory
@@ -81,7 +81,7 @@ class DoctorSettings(BatonSettings):
     @field_validator("measure", "nbytes", "max_pairs", "timeout_s", "limit_s")
     @classmethod
     def _check_use(cls, value: float, info: ValidationInfo) -> float:
-        """Refuses options that would have no effect."""
+        """Refuses options that have no effect with, or without, URLS."""
         assert info.field_name is not None
         if value == cls.model_fields[info.field_name].default:
             return value
@@ -98,16 +98,16 @@ class DoctorSettings(BatonSettings):
 
 @dataclass(frozen=True)
 class Link:
-    """The measured transfer from one device to another over one path.
+    """The measured transfer from one process to another over one path.
 
     Attributes:
         path: "mapped" or "nixl".
-        source: torch device that owns the KV.
-        target: torch device that pulls the KV.
+        source: torch device of the process that owns the KV.
+        target: torch device of the process that pulls the KV.
         bytes_per_s: None if the transfer failed.
         reason: Why the transfer failed; empty if it did not.
         ucx_read: The protocol and the transport by which UCX performed the reads; None
-            if UCX did not report them.
+            for the path "mapped", or if UCX did not report them.
     """
 
     path: str
@@ -121,7 +121,8 @@ class Link:
 def measure(path: str, source: str, target: str, nbytes: int) -> Link:
     """Pulls at least `nbytes` from another process four times; returns the best result.
 
-    The function starts the other process, and ends it before returning.
+    If anything fails, the result has the reason. The function starts the other process,
+    and ends it before returning.
 
     Args:
         path: "mapped" or "nixl".
@@ -151,13 +152,14 @@ def measure(path: str, source: str, target: str, nbytes: int) -> Link:
 
 
 def measure_links(host: Host, nbytes: int) -> list[Link]:
-    """Measures the paths "mapped" and "nixl" between two GPUs of this machine.
+    """Measures the paths "mapped" and "nixl" between GPUs 0 and 1 of this machine.
 
     With a single GPU, that GPU is both source and target. Without a GPU, the CPU is
     both.
 
     Args:
-        nbytes: minimum size of each transfer; on GPUs at least _MIN_GPU_BYTES.
+        nbytes: Minimum size of each transfer. On GPUs, the size is also at least
+            _MIN_GPU_BYTES.
     """
     min_bytes = _MIN_GPU_BYTES if host.gpus else 0
     devices = [f"cuda:{index}" for index in range(len(host.gpus))]
@@ -172,7 +174,10 @@ def measure_links(host: Host, nbytes: int) -> list[Link]:
 
 
 def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
-    """Returns one line for each problem found, with its fix."""
+    """Returns one line for each problem found, with its fix.
+
+    The line for a failed transfer has the reason instead of a fix.
+    """
     gpus = host.gpus
     versions = host.packages
     rdma = ", ".join(host.rdma_devices)
@@ -212,7 +217,8 @@ def advice(host: Host, measured_links: Sequence[Link]) -> list[str]:
 def _result_and_problem(link: Link) -> tuple[str, str | None]:
     """Returns the result of a measured link, and a description of its problem.
 
-    The description contains the fix. It is None if there is no problem.
+    The description is None if there is no problem. It contains the fix, or the reason
+    if the transfer failed.
     """
     name = f"{link.path}, {link.source} to {link.target}"
     if link.bytes_per_s is None:
@@ -287,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report. Returns the exit status.
 
     The status is 1 if every measured transfer failed. With URLs, it is 1 if the checks
-    found an error. Otherwise it is 0.
+    found an error, or --tls-ca cannot be used. Otherwise it is 0.
     """
     settings = parse(DoctorSettings, argv, prog="baton doctor")
     if settings.urls:

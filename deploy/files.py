@@ -15,7 +15,8 @@ from pydantic import Field
 from protocol.settings.settings import BatonSettings, parse
 
 ROOT = Path(__file__).resolve().parents[1]
-# All files of these folders are written, except for the modules of `deploy`.
+# All files of these folders are written, except for the modules of `deploy`, SECRETS
+# and Python's caches.
 FOLDERS = ("deploy", "examples")
 # Files with a cluster's secrets, in a checkout that is in use. They are not written.
 SECRETS = (".env", "secret.env")

@@ -1,4 +1,4 @@
-"""Sends HTTP requests to a Baton process on this machine.
+"""Sends HTTP requests to a Baton process, by default one on this machine.
 
 `baton health` checks /health at BATON_HOST and BATON_PORT, over TLS if BATON_TLS_CERT
 is set. It imports little, because containers run it every few seconds.
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 TIMEOUT_S = 2.0
 LOOPBACK = "127.0.0.1"
-# An HTTP proxy set in the environment (http_proxy) could not reach this machine's
-# loopback address, so it is bypassed. TLS certificates are issued for the public name
-# of this machine, so they are not verified here.
+# Opens URLs of this machine. An HTTP proxy set in the environment (http_proxy) could
+# not reach the loopback address, so it is bypassed. TLS certificates are issued for the
+# public name of this machine, so they are not verified here.
 direct = urllib.request.build_opener(
     urllib.request.ProxyHandler({}),
     urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
@@ -42,8 +42,8 @@ def get(url: str, timeout_s: float, key: str | None = None) -> bytes:
         key: The API key, if the server needs one.
 
     Raises:
-        OSError: No server responds, or the status is 400 or above. The message names
-            the URL.
+        OSError: The request fails (see `fetch`), or the status is 400 or above. The
+            message names the URL.
     """
     try:
         status, body = fetch(url, timeout_s, key)

@@ -3,15 +3,16 @@
 `baton serve` starts complete servers instead of prefill and decode servers. `baton
 warm` starts the servers of `baton up` and exits when they are ready.
 
-    start: check the port -> start servers on free ports -> start the proxy -> `ready`
+    start: check the port -> start the KV store, if there is one, and the servers on
+           free ports -> start the proxy -> print `ready`
     then:  restart a part that ends, until it ends too often; start and end servers for
            `baton scale`; see `deploy/cluster/`
-    stop:  on Ctrl-C, on SIGTERM, or if a part cannot be restarted, all processes are
-           terminated; a second Ctrl-C or SIGTERM kills them
+    stop:  on Ctrl-C, SIGTERM or SIGHUP, or if the cluster cannot continue, all
+           processes are terminated; a second signal kills them
 
-Exit status: 0 if stopped on request; 1 if a process failed or did not exit in time; 130
-if a second signal killed the processes. After a failure, the last line of output is the
-reason.
+Exit status: 0 if stopped on request, or if `baton warm` is done; 1 if the cluster
+could not start or continue, or a process did not exit in time; 130 if a second signal
+killed the processes. If the status is 1, the last line of output is the reason.
 """
 
 import json
@@ -61,13 +62,13 @@ def warm(argv: Sequence[str]) -> int:
 
 
 def up(settings: LocalSettings, *, name: str = "up", only_warm: bool = False) -> int:
-    """Runs a cluster until the user stops it. Returns the exit status.
+    """Runs a cluster until the user stops it or it fails. Returns the exit status.
 
     Args:
         name: The subcommand: up, serve or warm.
-        only_warm: Stop the servers when they are ready, and start no proxy. A later
-            start uses the models that the servers have downloaded and the kernels that
-            they have compiled.
+        only_warm: Stop the servers when they are ready, and start no proxy and no KV
+            store. A later start uses the models that the servers have downloaded and
+            the kernels that they have compiled.
     """
     wrap_line = use_json_lines(name) if settings.log_format == "json" else None
 
@@ -147,12 +148,13 @@ def print_settings(settings: LocalSettings) -> None:
 def run_cluster(cluster: Cluster) -> None:
     """Starts the proxy in front of the servers; runs the cluster until it must end.
 
-    When the proxy is ready to disaggregate requests, this function prints `ready` with
+    When GET /ready reports that the proxy is ready, this function prints `ready` with
     the addresses and an example command.
 
     Raises:
         ClusterFailed: The cluster cannot start or continue.
         StopRequested: A signal has arrived.
+        OSError: A server does not return the model's name; see `example`.
     """
     settings = cluster.settings
     endpoint = cluster.start_proxy()
@@ -190,7 +192,7 @@ def _describe_unready(endpoint: str) -> str:
     if status == 200:
         return ""
     try:
-        # The list is absent if the client has no admin key.
+        # If the proxy has API keys, the list is absent: this request has no key.
         missing = json.loads(body).get("missing", [])
     except (ValueError, AttributeError):
         missing = []
@@ -222,7 +224,7 @@ def example(
         endpoint: URL of the proxy.
         server: URL of a prefill or decode server, which is queried for the model's
             name.
-        server_key: The API key with which `server` is queried, if any.
+        server_key: The API key with which `server` is queried; None: no key.
         needs_key: Whether the printed command sends the user's key, $API_KEY.
 
     Raises:

@@ -16,7 +16,7 @@ class ModelsSettings(BatonSettings):
 
     positional: ClassVar[str] = "model"
     model: str | None = Field(
-        None, description="directory or hub id of a model (None: list architectures)"
+        None, description="directory, GGUF file or hub id (None: list architectures)"
     )
     revision: str | None = Field(
         None, description="branch, tag or commit of a hub id (None: the default branch)"

@@ -83,8 +83,8 @@ class Geometry(GeometryOptions):
     def tables(self, model: Model, tokens: int) -> list[IntArray]:
         """Returns a block table of `tokens` tokens for each KV group.
 
-        Consecutive blocks of a table are not adjacent in memory. This models the
-        fragmented pool of a busy server.
+        In memory, no block directly follows its predecessor in the table. This models
+        the fragmented pool of a busy server.
         """
         num_groups = len(model.windows)
         num_blocks = -(-tokens // (self.block_size * self.dcp_size)) * num_groups
@@ -197,7 +197,8 @@ def _with_dtype(side: GeometryT, auto_dtype: str) -> GeometryT:
 def _plan_values(plan: TransferPlan) -> dict[str, Any]:
     """Returns what `baton plan` reports about a plan, as JSON-serializable values.
 
-    These are the P ranks, the path, the sizes, the estimated cost and the reason.
+    These are the P ranks, the path, the number and sizes of the reads, the number of
+    staged chunks, the estimated cost and the reason.
     """
     reads = list(plan.reads)
     lengths = (

@@ -1,7 +1,7 @@
 """`baton scale`: changes the number of servers of a running `baton up`.
 
-The proxy forwards the request to its launcher (`baton up`), and returns the reports of
-the launcher.
+The proxy forwards the request to its launcher (`baton up` or `baton serve`), and
+returns the launcher's reports.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ POLL_INTERVAL_S = 0.5
 
 
 def _check_target(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError if `words` are not a role and a number of servers."""
+    """Raises ValueError unless `words` are empty, or a role and a number of servers."""
     if not words:  # `main` refuses a missing target; --help needs none
         return words
     role, count = (*words, "", "")[:2]
@@ -42,7 +42,8 @@ def _check_target(words: tuple[str, ...]) -> tuple[str, ...]:
 class ScaleSettings(BatonSettings):
     """Changes the number of servers of a running `baton up`.
 
-    Servers that are no longer needed finish their requests before they end.
+    Servers that are no longer needed finish their requests before they end, for at most
+    --drain-timeout-s of `baton up`.
     """
 
     positional: ClassVar[str] = "target"
@@ -63,11 +64,11 @@ class ScaleSettings(BatonSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Requests servers, and waits until they run.
+    """Requests a number of servers, and waits until exactly that many are ready.
 
     Returns:
-        The exit status: 0 if exactly the requested servers run, 1 if not, 2 if the
-        command line names no target, 130 after Ctrl-C.
+        The exit status: 0 if exactly that many are ready, 2 if the settings have no
+        target, 130 after Ctrl-C, otherwise 1.
     """
     settings = parse(ScaleSettings, argv, prog="baton scale")
     if not settings.target:
@@ -99,7 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _opener(ca_file: str | None) -> urllib.request.OpenerDirector:
-    """Returns an opener that checks certificates. Raises OSError for a bad file."""
+    """Returns an opener that checks certificates, and uses no HTTP proxy.
+
+    Raises:
+        OSError: `ca_file` cannot be used.
+    """
     return urllib.request.build_opener(
         urllib.request.ProxyHandler({}),
         urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file)),
@@ -107,12 +112,14 @@ def _opener(ca_file: str | None) -> urllib.request.OpenerDirector:
 
 
 def scale(admin: ProxyAdmin, role: str, count: int, timeout_s: float) -> None:
-    """Requests `count` servers of a role, and waits until exactly `count` run.
+    """Requests `count` servers of a role, and waits until exactly `count` are ready.
 
-    Prints each change of the servers' states.
+    Servers that are no longer needed must have ended. Prints each change of the
+    servers' states.
 
     Raises:
-        ProxyRefused: The proxy or its launcher cannot meet the request.
+        ProxyRefused: The proxy or its launcher cannot meet the request, or has not met
+            it within `timeout_s`.
         OSError: The proxy does not respond to the request.
     """
     request_id = admin.scale(role, count)

@@ -17,13 +17,14 @@ _CONNECT_TIMEOUT_S = 5.0
 _MODELS_TIMEOUT_S = 10.0
 _MAX_EVENT_BYTES = 16 << 20  # much longer than any valid event of a chat
 _MAX_ERROR_BYTES = 64 << 10
-# Control characters, such as ESC, with which a text could change the terminal.
+# Control characters, except tab and newline. With ESC, for example, a text could
+# change the settings of the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Message = Mapping[str, str]
 
 
 class ChatError(Exception):
-    """The endpoint cannot answer. The message is one line with cause and fix."""
+    """A problem that `baton chat` reports to the user. The message is one line."""
 
 
 @dataclass
@@ -32,7 +33,8 @@ class Answer:
 
     Attributes:
         reasoning: the text that precedes `content`; it is not sent back to the model.
-        first_at, last_at: when the first and the last text arrived.
+        first_at, last_at: when the first and the last text arrived; None if no text
+            has arrived.
         num_pieces: number of events with text. It stands for the number of tokens if
             the endpoint reports no usage.
         kv: prompt tokens by the source of their KV; empty if the endpoint does not
@@ -165,7 +167,8 @@ class Endpoint:
         """Send a request, and yield the items that `read` yields for the response.
 
         Raises:
-            ChatError: the endpoint cannot be reached, or refuses the request.
+            ChatError: the endpoint cannot be reached, refuses the request, or does not
+                send a complete response in time.
         """
         timeout = aiohttp.ClientTimeout(
             total=_MODELS_TIMEOUT_S if method == "GET" else None,
@@ -207,7 +210,7 @@ class Endpoint:
             ) from None
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> str:
-        """Return the message for a response with an error status."""
+        """Return the message for a response with a status other than 200."""
         text = (await _read(response, _MAX_ERROR_BYTES)).decode(errors="replace")
         try:
             message = _error_message(json.loads(text).get("error"))
@@ -232,7 +235,11 @@ def _reason(error: OSError) -> str:
 
 
 def _error_message(error: object) -> str:
-    """Return the message of an error object, as one line."""
+    """Return the message of an error, as one line; empty if it has none.
+
+    Args:
+        error: an object with the member `message`, or the message itself.
+    """
     message = error.get("message") if isinstance(error, dict) else error
     if not isinstance(message, str):
         return ""
@@ -257,10 +264,10 @@ async def _read_json(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """Yield the JSON of each event of a stream, until the event [DONE].
+    """Yield the JSON object of each event of a stream, until the event [DONE].
 
     Raises:
-        ChatError: an event is malformed, or the stream ends without [DONE].
+        ChatError: an event is too long or not JSON, or the stream ends without [DONE].
     """
     buffered = bytearray()
     async for chunk in response.content.iter_any():

@@ -51,7 +51,8 @@ class ChatSettings(BatonSettings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Chat until the user leaves, or answer a question from a pipe.
 
-    Returns the exit status: 1 if the endpoint cannot answer, 130 after Ctrl-C.
+    Returns the exit status: 1 after an error, or if the reader of the output has ended;
+    otherwise 0. Ctrl-C outside a conversation raises KeyboardInterrupt.
     """
     settings = parse(ChatSettings, argv, prog="baton chat")
     try:

@@ -20,7 +20,10 @@ _parser = MarkdownIt("commonmark").enable("table")
 
 
 def end_of_complete_blocks(text: str) -> int:
-    """Return the number of characters before the last block of a Markdown text."""
+    """Return the number of characters before the last block of a Markdown text.
+
+    The result is 0 if the text has only one block.
+    """
     blocks = [
         token.map for token in _parser.parse(text) if token.level == 0 and token.map
     ]
@@ -55,7 +58,7 @@ class AnswerView:
         self._num_reasoning = 0  # printed characters of the reasoning
         self._content = ""
         self._drawn_at = float("-inf")
-        self._pending: tuple[str, str] | None = None  # a text that is not drawn yet
+        self._pending: tuple[str, str] | None = None  # latest update, if not drawn
         self._live = Live(
             console=console,
             refresh_per_second=_REFRESHES_PER_S,
@@ -85,8 +88,8 @@ class AnswerView:
         """Show the reasoning and the content that have arrived so far.
 
         Parsing the text takes longer than a fast model needs for a token. Therefore the
-        text is drawn only _REFRESHES_PER_S times per second. The latest text is drawn
-        at the end of the `with` block, too.
+        text is drawn at most _REFRESHES_PER_S times per second. At the end of the
+        `with` block, the latest text is drawn in any case.
         """
         now = time.monotonic()
         if now - self._drawn_at < 1 / _REFRESHES_PER_S:
@@ -112,7 +115,11 @@ class AnswerView:
         self._live.update(_Tail(tail))
 
     def _show_reasoning(self, reasoning: str, *, is_complete: bool) -> None:
-        """Print the complete lines of the reasoning, dimmed."""
+        """Print the complete new lines of the reasoning, and draw an incomplete one.
+
+        Args:
+            is_complete: no more reasoning follows, so that its last line is complete.
+        """
         end = len(reasoning) if is_complete else reasoning.rfind("\n") + 1
         new_lines = reasoning[self._num_reasoning : end].strip("\n")
         if new_lines:

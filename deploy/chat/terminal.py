@@ -15,7 +15,7 @@ from deploy.chat.rendering import AnswerView
 from protocol.settings.machine import cache_dir
 from protocol.settings.near_names import suggestion
 
-_MAX_HISTORY = 1000  # messages in the history file; each start removes older messages
+_MAX_HISTORY = 1000  # inputs that each start keeps in the history file
 HELP = """/reset            begin a new conversation; the system prompt stays
 /system [TEXT]    set the system prompt, or remove it
 /model [NAME]     show the models, or choose one
@@ -25,7 +25,7 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
 
 
 class Session:
-    """One conversation between the user at the terminal and a model."""
+    """Reads messages and commands in the terminal, and shows the answers of models."""
 
     def __init__(
         self, endpoint: Endpoint, conversation: Conversation, console: Console
@@ -93,7 +93,7 @@ class Session:
         """Send a message and show its answer.
 
         Ctrl-C stops the answer, and the part that has arrived stays in the
-        conversation. A message without an answer is not kept.
+        conversation. A message is not kept if no content of its answer has arrived.
         """
         answer = Answer()
         ending = ""
@@ -176,9 +176,10 @@ def _keys() -> KeyBindings:
 
 
 def _open_history() -> History:
-    """Return the messages of earlier sessions, which the arrow keys bring back.
+    """Return the history of the user's inputs, which the arrow keys bring back.
 
-    Without a writable cache folder, messages of this session are not stored.
+    It includes earlier sessions. Without a writable cache folder, it has only the
+    inputs of this session, and does not store them.
     """
     try:
         path = cache_dir() / "chat-history"

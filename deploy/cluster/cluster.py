@@ -1,9 +1,9 @@
 """Runs the servers and the proxy of `baton up`, and keeps the proxy's members current.
 
-The proxy starts with the URLs of all servers. When a server has moved to another URL,
-or when servers are added or removed, the launcher changes the proxy's members through
-the proxy's admin API. `_update_proxy` compares the members with the servers that run,
-so it can be repeated after any failure.
+The proxy starts with the URLs of all servers that have been ready. When a server has
+moved to another URL, or when servers are added or removed, the launcher changes the
+proxy's members through the proxy's admin API. `_update_proxy` compares the members with
+the servers that run, so it can be repeated after any failure.
 """
 
 import secrets
@@ -34,13 +34,13 @@ from deploy.healthcheck import LOOPBACK, url_host
 from protocol.settings.machine import free_host_bytes, has_gpu
 from protocol.settings.settings import LocalSettings
 
-# Shortest interval between two updates of the proxy. A failed update is repeated, and
-# the requests of a draining server are counted, at this interval.
+# Shortest interval between two updates of the proxy. At this interval, a failed update
+# is repeated, and a draining server is checked for requests.
 UPDATE_INTERVAL_S = 0.5
 DRAINED = "drained"  # state of a drained member that has no more requests
 MAX_SERVERS = 2 * 64  # limit for servers of one kind, including draining servers
 MAX_LAST_WORDS_CHARS = 500  # limit on the reason why a part ended, in a report
-_STORE_SHARE = 0.1  # share of free memory for the KV store, on a machine with GPUs
+_STORE_SHARE = 0.1  # default share of free memory for the KV store of GPU servers
 
 
 def store_bytes(settings: LocalSettings) -> int:
@@ -60,7 +60,7 @@ class Cluster:
     """A proxy in front of prefill and decode servers.
 
     Args:
-        place: Where the servers run. The proxy runs on this machine.
+        place: Where the servers run. The proxy and the KV store run on this machine.
     """
 
     def __init__(self, settings: LocalSettings, place: Place) -> None:
@@ -85,7 +85,7 @@ class Cluster:
         self._store_address: str | None = None
         self._proxy: Part | None = None
         self._admin: ProxyAdmin | None = None
-        # When a draining server is stopped, even if it still has requests.
+        # When a draining server is stopped even if it has requests (monotonic seconds).
         self._drain_deadlines: dict[Part, float] = {}
         self._urls: dict[Part, str] = {}  # URLs of the parts that have been ready
         # URLs of servers that have moved or ended, to be removed from the members.
@@ -93,17 +93,19 @@ class Cluster:
         self._is_proxy_outdated = True
         self._next_update_at = 0.0
         self._sent_report: dict[str, Any] = {}
-        self._update_error = ""  # why the last update of the proxy has failed
-        # The id of the last request of `baton scale`, and why it cannot be fulfilled.
-        self._request_id = ""
+        # Why the last update of the proxy has failed; empty if it has not.
+        self._update_error = ""
+        self._request_id = ""  # id of the last request of `baton scale`
+        # Why that request cannot be fulfilled; empty: no problem is known.
         self._problem = ""
 
     # start
 
     def start_store(self) -> None:
-        """Starts the KV store of this machine, if servers can use one.
+        """Starts the KV store of this machine, and waits until it is ready.
 
-        If the store cannot start, the servers run without it.
+        There is no store if `store_bytes` is 0 or no server can use one. If the store
+        cannot start, the servers run without it.
         """
         num_bytes = store_bytes(self.settings)
         if not num_bytes or not uses_store(self.settings):
@@ -122,7 +124,7 @@ class Cluster:
         """Starts all servers, and waits until they are ready.
 
         Raises:
-            ClusterFailed: A server cannot start.
+            ClusterFailed: A server cannot start, or the place cannot run the servers.
             StopRequested: A signal has arrived.
         """
         try:
@@ -136,7 +138,7 @@ class Cluster:
         self.supervisor.wait_until_ready(*(self._add(each) for each in commands))
 
     def start_proxy(self) -> str:
-        """Starts the proxy in front of the servers. Returns its URL."""
+        """Starts the proxy, and waits until it accepts requests. Returns its URL."""
         self._proxy = self.supervisor.add("proxy", "proxy", self._proxy_command)
         self.supervisor.wait_until_ready(self._proxy)
         scheme = "https" if self.settings.tls_cert else "http"
@@ -150,7 +152,7 @@ class Cluster:
         """Restarts and scales the parts until a signal arrives or the cluster fails.
 
         Raises:
-            ClusterFailed: A part cannot be restarted.
+            ClusterFailed: A part that the cluster needs cannot be restarted.
             StopRequested: A signal has arrived.
         """
         while True:
@@ -288,7 +290,10 @@ class Cluster:
     # the proxy's members
 
     def _update_proxy(self) -> None:
-        """Updates the proxy's members, and sends the launcher's report to the proxy."""
+        """Updates the proxy's members, and sends the launcher's report to the proxy.
+
+        After a failure, `run` repeats the update.
+        """
         if self._admin is None or self._proxy is None:
             return
         if self._proxy.state is not State.READY:

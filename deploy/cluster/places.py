@@ -40,11 +40,13 @@ class Place(Protocol):
     """A place where servers run.
 
     Attributes:
-        host: The address that servers listen on, for their command lines.
+        host: The value of --host in the servers' command lines: an address, or on Ray
+            a placeholder for the address of the server's node.
         cores: CPU cores from which the default of --threads is computed. On this
             machine, all servers share them; on Ray, each server has its own.
-        keeps_ports: Whether a restarted server must use the ports of its predecessor.
-        is_shared: Whether other users may reach the servers, which then need API keys.
+        keeps_ports: Whether a restarted server must use the ports of its previous run.
+        is_shared: Whether other machines can reach the servers, which then need API
+            keys.
     """
 
     host: str
@@ -53,13 +55,16 @@ class Place(Protocol):
     is_shared: bool
 
     def check(self, commands: Sequence[Command]) -> None:
-        """Raises PlaceError if these servers can never run here together."""
+        """Raises PlaceError if these servers certainly cannot run here together.
+
+        LocalPlace checks nothing.
+        """
 
     def spawn(self, command: Command, on_event: OnEvent) -> PartProcess:
         """Starts a server.
 
         The value of the server's event "ready" contains "port". It also contains "url",
-        unless the server listens on the loopback address.
+        unless the server's URL is http://HOST:PORT with `host` as HOST.
         """
 
     def close(self) -> None:

@@ -19,15 +19,15 @@ TIMEOUT_S = 2.0
 
 
 class ProxyRefused(Exception):
-    """The proxy has refused a request. The message is that of the proxy's error."""
+    """The proxy or its launcher cannot fulfill a request. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class ProxyAdmin:
     """The admin API of one proxy.
 
-    Every method raises OSError if the proxy does not respond within TIMEOUT_S, and
-    ProxyRefused if it responds with an error.
+    Every method raises OSError if the proxy does not respond within TIMEOUT_S. It
+    raises ProxyRefused if the response is an error, or not that of a Baton proxy.
 
     Args:
         endpoint: URL of the proxy.
@@ -68,8 +68,8 @@ class ProxyAdmin:
         """Requests `count` servers of a role from the launcher.
 
         Returns:
-            The id of the request. The launcher's report has this id once the launcher
-            has received the request.
+            The id of the request. The launcher's report has the id of the last request
+            that the launcher has received.
         """
         return str(self._call(SCALE_PATH, {"role": role, "count": count})["id"])
 

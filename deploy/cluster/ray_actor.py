@@ -22,7 +22,7 @@ from protocol.version import VERSION
 
 # In a server's arguments, this word stands for the address of the server's node.
 NODE_HOST = "@node"
-# Limit on lines that the driver has not read. Further lines are dropped and counted.
+# Limit on lines that the driver has not read yet. New lines beyond it are dropped.
 MAX_LINES = 10_000
 MAX_EVENTS_PER_ANSWER = 1000
 
@@ -63,7 +63,8 @@ class ServerActor:
                 relative. The server starts in this directory if the node has it.
 
         Returns:
-            The GPUs that Ray has reserved for the server.
+            The indices of the GPUs that Ray has reserved for the server. A GPU without
+            a number is left out.
         """
         with contextlib.suppress(OSError):
             os.chdir(folder)
@@ -86,7 +87,11 @@ class ServerActor:
         return [int(gpu) for gpu in gpus]
 
     def next_events(self, timeout_s: float) -> list[ServerEvent]:
-        """Returns the events since the last call; waits for one if there is none."""
+        """Returns the oldest events that were not returned yet.
+
+        They are at most MAX_EVENTS_PER_ANSWER, and a line about dropped lines. If there
+        are no events, this method waits up to `timeout_s` for one.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._events, timeout_s)
             events: list[ServerEvent] = []

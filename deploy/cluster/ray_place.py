@@ -2,12 +2,12 @@
 
 This process is the driver. It reads the events of each actor in a thread. The
 supervisor restarts servers, and Ray does not: a server starts on another node if its
-node has died, and a server that flaps ends the cluster.
+node has died, and a server that ends too often ends the cluster.
 
 Each server has its own placement group with a single bundle. So all ranks of a server
 are on one node, and each server can be restarted while other servers run. A decode
-server prefers the node of the prefill server with the same number, because KV moves
-fastest within a node.
+server prefers the node of its peer, which is a prefill server (see `preferred_node`),
+because KV moves fastest within a node.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ EVENTS_TIMEOUT_S = 5.0  # how long an actor waits for an event before it answers
 ANSWER_TIMEOUT_S = 30.0
 # How often a thread that waits for Ray checks whether its server must end.
 CHECK_INTERVAL_S = 0.5
-# Longest time that a decode server waits until a node is chosen for its prefill server.
+# Longest time that a decode server waits until its peer has a node.
 PEER_TIMEOUT_S = 5.0
 # Ray's variable that sets whether driver and cluster must have the same "minor" or the
 # same "patch" version of Python.
@@ -59,7 +59,7 @@ class RayPlace:
     """The nodes of a running Ray cluster.
 
     Raises:
-        PlaceError: The cluster cannot be used.
+        PlaceError: The cluster cannot be used, or the settings choose GPUs.
     """
 
     host = NODE_HOST
@@ -72,7 +72,7 @@ class RayPlace:
         _connect(settings.ray_address)
         cpus = max(int(node.get("CPU", 0)) for node in _nodes())
         self.cores = min(cpus, MIN_CORES_PER_SERVER)
-        # The node of each server, by the server's name.
+        # The id of the last node of each server, by the server's name.
         self._node_ids: dict[str, str] = {}
         self._placed = threading.Condition()
 
@@ -126,9 +126,9 @@ class RayPlace:
     def preferred_node(self, name: str) -> str | None:
         """Returns the id of the node that a server prefers; None: it prefers none.
 
-        A decode server prefers the node of its prefill server, if that node is alive.
-        This method waits for at most PEER_TIMEOUT_S until the prefill server has a
-        node.
+        Decode server N prefers the node of its peer, if that node is alive. The peer is
+        the prefill server with number N modulo --prefill.count. This method waits for
+        at most PEER_TIMEOUT_S until the peer has a node.
         """
         kind, _, index = name.rpartition("-")
         group = self._settings.server_groups().get("prefill")
@@ -158,8 +158,9 @@ class RayServer:
     A thread creates the actor and reads its events until the server has ended.
 
     Attributes:
-        exited: Set when the server, its ranks and its actor have ended.
-        output_ended: Set together with `exited`.
+        exited: Set at the end of the run, after the actor was killed: the server has
+            ended, could not start, or cannot be reached any more.
+        output_ended: Set just before `exited`.
     """
 
     def __init__(self, place: RayPlace, command: Command, on_event: OnEvent) -> None:
@@ -253,7 +254,7 @@ class RayServer:
         """Returns the value of a Ray object.
 
         Raises:
-            _EndRequested: `signal` or `kill` was called during the wait.
+            _EndRequested: `signal` or `kill` was called before the value was available.
         """
         while not self._must_end.is_set():
             try:
@@ -296,7 +297,11 @@ class RayServer:
             )
 
     def _explain(self, error: RayError) -> str:
-        """Returns why the actor has ended, with the last line of its server."""
+        """Returns why a run failed, with the last line of its server, if there is one.
+
+        Args:
+            error: The error of a call to Ray.
+        """
         text = str(error)
         if isinstance(error, GetTimeoutError):
             cause = f"no answer from the Ray node {self._node}"
@@ -345,7 +350,8 @@ def _connect(address: str | None) -> None:
     if address != "auto":
         _check_reachable(address)
     environ = child_environment()
-    # The actors import the same Baton as this process.
+    # The actors import Baton from the folder that this process imports it from, if
+    # their nodes have this folder.
     variables = {name: environ[name] for name in ("PYTHONPATH", SAFE_PATH)}
     try:
         # Ray puts the driver's working directory in the sys.path of all actors. A
@@ -363,7 +369,7 @@ def _connect(address: str | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises PlaceError if nothing listens at HOST:PORT.
+    """Raises PlaceError if `address` is not HOST:PORT, or if nothing listens there.
 
     Without this check, Ray would try to connect for minutes.
     """
@@ -404,7 +410,7 @@ def _alive_nodes() -> list[dict[str, Any]]:
 
 
 def _nodes() -> list[dict[str, float]]:
-    """Returns the resources of each node that is alive."""
+    """Returns the resources of each node that is alive; [{}] if there is no node."""
     return [node["Resources"] for node in _alive_nodes()] or [{}]
 
 

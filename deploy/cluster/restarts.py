@@ -12,7 +12,7 @@ class RestartBudget:
     """The restarts of one part within a sliding window.
 
     Args:
-        max_restarts: Number of restarts within the window; 0: no restart at all.
+        max_restarts: Maximum number of restarts within the window.
         window_s: Length of the window in seconds.
         clock: Returns monotonic seconds.
     """
@@ -39,8 +39,8 @@ class RestartBudget:
     def take(self) -> float | None:
         """Counts a restart, and returns the seconds to wait before it.
 
-        The wait doubles with each restart within the window. The result is None if
-        there were `max_restarts` restarts within the window.
+        The wait doubles with each restart within the window, up to MAX_BACKOFF_S. The
+        result is None if there were `max_restarts` restarts within the window.
         """
         num_restarts = self.num_restarts
         if num_restarts >= self.max_restarts:

@@ -3,13 +3,17 @@
 The life of a part, which is one program across its restarts:
 
     STARTING --ready--> READY --ends--> BACKING_OFF --back-off is over--> STARTING
-        |                 |                 `--too many restarts--> the cluster ends
+        |                 |`--ends, and no restart is left--> the cluster ends
         |                 `--retire--> ENDING --ends--> removed
         `--ends before it was ever ready--> the cluster ends
 
-A part that was never ready has a mistake in its options or its machine. A restart would
-only repeat the mistake. A part that is added to a running cluster never ends the
-cluster: it is removed, and `on_removed` is called with the reason.
+A part that ends during a restart is handled like a part that was READY. A part can be
+retired in every state.
+
+If a part was never ready, its options or its machine are probably wrong, and a restart
+would only repeat the failure. Three kinds of parts are removed instead of ending the
+cluster: optional parts, parts that are leaving, and parts that were added to a running
+cluster and have not been ready yet. `on_removed` is called for each removed part.
 """
 
 import queue
@@ -26,15 +30,16 @@ from deploy.cluster.restarts import RestartBudget
 from deploy.commands import Command, Kind
 from protocol.process import lifecycle
 
-# `Supervisor.wait` prints what is missing after FIRST_NOTE_S, then every
+# `Supervisor.wait` prints what is missing after FIRST_NOTE_S, then at least every
 # NOTE_INTERVAL_S.
 FIRST_NOTE_S = 1.0
 NOTE_INTERVAL_S = 5.0
-# Longest time that a restart waits for processes of the previous run. After a server
-# has died, the ranks of its engine end by themselves, but hold memory until they end.
+# Longest time that a restart waits, after its back-off, for processes of the previous
+# run. After a server has died, the ranks of its engine end by themselves, but hold
+# memory until they end.
 MAX_OUTPUT_WAIT_S = 15.0
-# Shortest wait for events. A deadline that has passed may not be handled yet: a restart
-# may wait for old processes. The loop must not spin in that time.
+# Shortest timeout of a wait for an event. While a restart waits for old processes, its
+# deadline has passed already, and the loop must not spin.
 MIN_WAIT_S = 0.05
 # How long a part that has reported a failure may take to exit.
 FAILURE_EXIT_S = 10.0
@@ -67,20 +72,23 @@ class Part:
 
     Attributes:
         name: The name of the part, such as "decode-1".
-        create_command: Returns the command of the next run.
+        create_command: Returns the command of the next run, without the ports of
+            earlier runs; see `command`.
         place: Where the part runs.
         budget: The restarts of this part.
         is_added: The cluster was already running when the part was added, and the part
             has not been ready yet.
-        is_optional: The cluster continues without the part if it cannot be restarted.
+        is_optional: The cluster continues without the part if it cannot start or
+            cannot be restarted.
         is_leaving: The part is no longer needed: it drains, and is not restarted.
         was_ready: The part has been ready in any of its runs.
         run: Number of the current run. Events of earlier runs are ignored.
         ports: The ports of the last run that was ready, by the names of their options.
         url: The URL of the last run that was ready.
-        progress: The last report of the part about its start.
-        deadline: When the current state times out, in monotonic seconds.
-        last_words: Why the previous run ended.
+        progress: The last report about the start of the part.
+        deadline: When the current state, such as a back-off, times out (monotonic
+            seconds).
+        last_words: Why the latest finished run ended; empty if no run has ended.
     """
 
     name: str
@@ -109,7 +117,8 @@ class Part:
     def command(self) -> Command:
         """Returns the command of the next run.
 
-        If the place keeps ports, the command has the ports of the last run.
+        If the place keeps ports, the command has the ports of the last run that was
+        ready, if there was one.
         """
         command = self.create_command()
         return command.with_ports(self.ports) if self.place.keeps_ports else command
@@ -147,16 +156,17 @@ class Supervisor:
     """The parts of one cluster.
 
     Only the main thread calls the methods. All other threads only put events into the
-    queue. While a method waits, it raises ClusterFailed when the cluster cannot
-    continue, and StopRequested on a signal.
+    queue. `wait` and `take_event` raise ClusterFailed when the cluster cannot continue,
+    and StopRequested on a signal.
 
     Args:
-        start_timeout_s: Longest time until a part is ready, in seconds.
+        start_timeout_s: Longest time until the cluster is ready, and until a part that
+            is added or restarted later is ready, in seconds.
         grace_s: Longest time for a part to end after SIGTERM, in seconds.
 
     Attributes:
         on_ready: Called when a part becomes ready, including after a restart.
-        on_removed: Called when a part has been removed, with the reason if it failed.
+        on_removed: Called when a part has been removed, with the reason; see `_remove`.
         on_request: Called with each request that a part sends.
     """
 
@@ -194,8 +204,8 @@ class Supervisor:
             place: Where the part runs; None: on this machine.
             is_added: The cluster is already running, and must not end if this part
                 cannot start.
-            is_optional: The cluster continues without the part if the part cannot
-                start or restart.
+            is_optional: The cluster continues without the part if it cannot start or
+                cannot be restarted.
         """
         part = Part(
             name=name,
@@ -220,7 +230,7 @@ class Supervisor:
         part.process.signal(signal.SIGTERM)
 
     def end_all(self) -> bool:
-        """Ends all parts. Returns whether all ended without being killed."""
+        """Ends all parts. Returns whether all ended within `grace_s`."""
         # Parts that are ending have already received SIGTERM. A second signal would
         # kill them.
         ending = [part.process for part in self.parts if part.state is State.ENDING]
@@ -230,7 +240,7 @@ class Supervisor:
         return [part.process for part in self.parts if part.process is not None]
 
     def on_signal(self, count: int) -> None:
-        """Stops the cluster on the first signal, and kills it on the second.
+        """Requests a stop on the first signal, and kills the parts on later signals.
 
         Args:
             count: Number of signals received so far.
@@ -400,10 +410,10 @@ class Supervisor:
         part.deadline = time.monotonic() + FAILURE_EXIT_S
 
     def _on_exit(self, part: Part) -> None:
-        """Restarts a part that has ended, or removes it.
+        """Begins the back-off of a part that has ended, or removes the part.
 
         Raises:
-            ClusterFailed: The part cannot be restarted.
+            ClusterFailed: The part cannot be restarted, and the cluster needs it.
         """
         assert part.process is not None
         reason = part.process.reason()
@@ -440,7 +450,8 @@ class Supervisor:
         """Removes a part after its process has ended.
 
         Args:
-            reason: Why the part could not start; empty if it has ended as requested.
+            reason: Why the part could not start, or could not be restarted; empty if
+                the part was no longer needed.
         """
         self.parts.remove(part)
         part.deadline = _FOREVER

@@ -14,7 +14,7 @@ from protocol.http.tls import client_context
 
 _MAX_BODY_BYTES = 16 << 20
 # The Date header has whole seconds, so a clock offset that is measured from it may be
-# wrong by half a second.
+# wrong by half a second, plus half the duration of the request.
 DATE_ERROR_S = 0.5
 
 
@@ -31,7 +31,7 @@ class Reply:
         text: the body, or its first _MAX_BODY_BYTES bytes.
         body: the JSON of the body; None if the body is not JSON.
         clock_offset_s: time of the process's clock minus time of this host's clock;
-            None without a Date header.
+            None without a valid Date header.
     """
 
     status: int
@@ -42,7 +42,7 @@ class Reply:
 
     @property
     def error(self) -> str:
-        """The message of an error response, as one line."""
+        """The message of an error response, as one line; else its status."""
         error = self.body.get("error") if isinstance(self.body, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
         return " ".join(str(message or f"status {self.status}").split())
@@ -103,7 +103,8 @@ class Client:
         """Send a request, and read the response.
 
         Raises:
-            NoAnswer: the process cannot be reached, or does not respond in time.
+            NoAnswer: the process cannot be reached, or does not send a complete
+                response in time.
         """
         began_at = time.time()
         try:
@@ -142,10 +143,14 @@ class Client:
 
 
 def _offset(date: str | None, now: float) -> float | None:
-    """Return the offset of the clock that wrote a Date header; None if it is invalid.
+    """Return the offset of the clock that wrote a Date header.
 
     Args:
-        now: the time of this host's clock, in Unix seconds.
+        date: the value of the header; None: there is no header.
+        now: when the header was written, by this host's clock, in Unix seconds.
+
+    Returns:
+        The offset in seconds; None without a valid header.
     """
     try:
         stamp = parsedate_to_datetime(date or "").timestamp()

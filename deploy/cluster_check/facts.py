@@ -41,9 +41,10 @@ class Server:
         name: the name that a proxy gives the server, if only this server has it;
             otherwise the server's host and port.
         problem: why the server cannot be checked; empty if it can.
-        report: the body of the server's response to GET /ready.
+        report: the body of the server's response to GET /ready; empty if there is no
+            response, or if it has no details.
         channel_problem: why the server's side channel cannot be used from this host;
-            empty if it can, or if there is none.
+            empty if it can, or if it was not checked.
         metadata: the engine's metadata; None without a handshake, which needs the
             cluster secret.
     """
@@ -76,7 +77,8 @@ class Facts:
     """All processes that were found.
 
     Attributes:
-        unknown: one line for each URL that is neither a proxy's nor a server's.
+        unknown: one line for each given URL that cannot be reached, or is neither a
+            proxy's nor a server's.
     """
 
     proxies: tuple[Proxy, ...] = ()

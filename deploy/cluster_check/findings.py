@@ -19,7 +19,7 @@ from protocol.pairing import may_pair
 from protocol.registration import MAX_AGE_S
 from protocol.settings.machine import is_local
 
-_MAX_CLOCK_DIFFERENCE_S = 10.0  # so that a warning precedes rejected signatures
+_MAX_CLOCK_DIFFERENCE_S = 10.0  # below MAX_AGE_S: warn before signatures are refused
 _CLOCK_FIX = "Fix: synchronize the hosts' clocks (chronyd, or timedatectl set-ntp true)"
 _SECRET_FIX = "Fix: give all servers and proxies the same BATON_CLUSTER_SECRET"
 # For each part of a kv_digest: what the part covers, and the options that affect it.

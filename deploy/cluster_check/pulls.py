@@ -4,7 +4,7 @@ This module takes the place of the proxy:
 1. A prefill leg at the source retains the KV of a fresh prompt.
 2. A decode leg at the target gets the reference to this KV, and pulls the KV.
 3. The target computes the same prompt without the reference. Another cache salt keeps
-   the target from using the pulled KV. Both answers must have the same tokens.
+   the target from using the pulled KV. Both answers should have the same tokens.
 """
 
 import itertools
@@ -39,16 +39,19 @@ class Pull:
     """One pull from `source` to `target`, or the reason why there was no pull.
 
     Attributes:
-        problem: why a leg failed; empty if both succeeded.
-        kv: prompt tokens by the source of their KV, as the decode leg reports them.
-        seconds: time from the first READ to the end of the fence.
-        num_bytes: size of the KV; None if other requests pulled KV at the same time.
-        path: direct, staged, mapped or mixed.
-        transport: mapped, or the name by which UCX reports the transport.
-        failure_codes: error codes that the target counted during the decode leg.
+        problem: why the test could not be completed; empty if it was completed.
+        kv: prompt tokens by the source of their KV, as the decode leg reports them;
+            None if `problem` is not empty.
+        seconds: time from the start of the pull until the fence ended or the pull
+            failed; None if the target does not report it.
+        num_bytes: size of the KV; None unless the metrics show exactly one pull.
+        path: direct, staged, mapped or mixed; empty if the metrics do not show it.
+        transport: mapped, or the name by which UCX reports the transport; empty if the
+            metrics do not show it.
+        failure_codes: error codes that the target counted during the test.
         has_same_tokens: whether the answer has the same tokens as the answer that the
             target computes without a pull; None if the answers were not compared.
-        total_s: time of both legs.
+        total_s: time of the prefill leg and the decode leg.
     """
 
     source: str
@@ -74,9 +77,9 @@ def choose_pairs(
 ) -> tuple[list[tuple[Server, Server]], int]:
     """Return pairs (source, target) to test, and the number of pairs left out.
 
-    Pairs of a prefill and a decode server come first, then pairs of decode servers,
-    which read each other's caches. Within each of these two groups, the next pair is
-    one with servers that occur in the fewest earlier pairs.
+    Pairs with a prefill server as source come first, then pairs with another server as
+    source, whose cache the target reads. Within each of these two groups, the next pair
+    is one with servers that occur in the fewest earlier pairs.
     """
     usable = [server for server in servers if not server.problem]
     left = [
@@ -242,7 +245,7 @@ _Changes = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def _labels(changes: _Changes, name: str, label: str) -> Iterator[str]:
-    """Yield the values of a label in all changed series of a metric."""
+    """Yield the values of a label in all changed series of a metric, except "none"."""
     for (metric, labels), _ in sorted(changes.items()):
         value = dict(labels).get(label, "")
         if metric == name and value not in ("", "none"):
@@ -257,7 +260,7 @@ def _failures(changes: _Changes) -> Iterator[str]:
 
 
 def _num_bytes(changes: _Changes) -> float | None:
-    """Return the bytes of the pull; None if there was another pull at the same time."""
+    """Return the bytes of the pull; None unless there was exactly one pull."""
     pulls = [
         change
         for (metric, _), change in changes.items()
@@ -278,7 +281,7 @@ async def _pull_seconds(
 ) -> float | None:
     """Return how long the request's pull took, according to the server.
 
-    The result is None if the server's statistics do not have the request.
+    The result is None if the server's statistics do not have the request's pull.
     """
     reply = await client.get(f"{server.url}/stats?since=0")
     for request in (reply.body or {}).get("served", ()):

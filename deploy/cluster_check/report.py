@@ -21,7 +21,10 @@ _WIDTH = 160  # width of the report in columns, if the output is not a terminal
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the checks; DoctorSettings explains each."""
+    """The options of the checks; DoctorSettings explains them.
+
+    `key` is the first admin key, or the first API key if there is no admin key.
+    """
 
     urls: Sequence[str]
     key: str | None
@@ -72,7 +75,11 @@ def _server_json(server: Server) -> dict[str, Any]:
 
 
 def check_cluster(options: Options, *, as_json: bool) -> int:
-    """Check a cluster and print the report. Return 1 if there is an error, else 0."""
+    """Check a cluster and print the report.
+
+    Returns 1 if the findings have an error, else 0. Raises ValueError if `ca_file`
+    cannot be used.
+    """
     report = asyncio.run(_check(options))
     if as_json:
         print(json.dumps(report.to_json()))

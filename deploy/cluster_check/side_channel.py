@@ -33,7 +33,8 @@ async def check(
             result is None.
 
     Raises:
-        SideChannelError: the side channel cannot be reached, or refuses the request.
+        SideChannelError: the side channel cannot be reached, refuses the request, or
+            sends no valid answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -22,8 +22,8 @@ class Route:
         problem: why the request failed; empty if it was answered.
         num_transferred: number of prompt tokens with transferred KV.
         num_prompt_tokens: number of all prompt tokens.
-        reason: why the decode server computed the prompt itself; empty if the metrics
-            of the proxy do not show it.
+        reason: why the decode server computed the prompt itself; empty if it did not,
+            or if the metrics of the proxy do not show the reason.
     """
 
     proxy: str

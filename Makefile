@@ -1,4 +1,4 @@
-# Baton. `make serve` and `make test` are all that is needed; both set up $(VENV) themselves.
+# Baton. Most users need only `make serve` and `make test`. Both create $(VENV) first.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -8,20 +8,22 @@ VENV ?= .venv
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
-# For `make eval`: names of lm_eval tasks, documents per task (none: all), the endpoint (also of `make bench`).
+# For `make eval`: names of lm_eval tasks, and documents per task (empty: all).
 TASKS ?=
 LIMIT ?=
+# The endpoint, for `make eval` and `make bench`.
 URL ?= http://127.0.0.1:$(PORT)
-# Three processes for two cores (tests/conftest.py), each running a file at a time; long files come early.
-# Tests do not interfere: each has ports, folders, networks and processes of its own.
+# `auto` is 1.5 processes per core (tests/conftest.py). Each process runs one file at a time, in the
+# order of collection, in which long files come early. Each test has its own ports, folders, networks
+# and processes, so that concurrent tests do not interfere.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
-# A further package index for torch, such as https://download.pytorch.org/whl/cpu, whose builds are
-# a tenth of the size where there is no GPU.
+# A further package index for torch. Without a GPU, https://download.pytorch.org/whl/cpu saves time:
+# its builds have a tenth of the size.
 TORCH_INDEX ?=
-# What pyproject.toml calls `gpu` (FlashInfer), where there is an NVIDIA driver.
+# Optional dependencies of pyproject.toml: `gpu` (FlashInfer) if there is an NVIDIA driver.
 EXTRAS ?= $(if $(shell command -v nvidia-smi),gpu)
 
-# `port=8031` would otherwise be taken and mean nothing.
+# Refuse unknown variables: make would accept and ignore `port=8031`, for example.
 VARIABLES := VENV PORT MODEL ARGS TASKS LIMIT URL TORCH_INDEX EXTRAS PYTHON
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 UNKNOWN := $(filter-out $(VARIABLES),$(GIVEN))
@@ -31,34 +33,37 @@ PY := $(VENV)/bin/python
 SBOM_TOOL := cyclonedx-bom==7.5.0
 PIP := $(PY) -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-# pip's own output, down to what takes its time.
+# Of pip's output, show only the lines about slow steps.
 BRIEFLY := | awk '/^ *(Downloading|Building|Installing)/ { print "  " substr($$0, 1, 96); fflush() }'
 
-# A stamp's name is a digest of what it installed: another checkout installs again, touch does not.
+# A stamp is an empty file that marks an installation as complete. Its name contains a digest of the
+# requirements, so a change of the requirements installs again, but a change of file times does not.
 DIGEST := $(shell (cat pyproject.toml constraints.txt; echo '$(EXTRAS)') | cksum | cut -d' ' -f1)
 SERVE_STAMP := $(VENV)/.serve-$(DIGEST)
 TEST_STAMP := $(VENV)/.test-$(DIGEST)
 
 .PHONY: help serve warm setup test test-all test-gpu lint format manifests bench eval dist sbom clean
 
-help:  ## this list
+help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 serve: $(SERVE_STAMP)  ## a local cluster behind one endpoint (PORT= MODEL= ARGS=)
 	@exec $(VENV)/bin/baton up --port '$(PORT)' $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-warm: $(SERVE_STAMP)  ## compile and keep what `make serve` will need (MODEL= ARGS= of it)
+warm: $(SERVE_STAMP)  ## compile what `make serve` needs (with its MODEL= ARGS=)
 	@exec $(VENV)/bin/baton warm $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-setup: $(TEST_STAMP)  ## everything installed, nothing run
+setup: $(TEST_STAMP)  ## install everything, run nothing
 
-# Kernels run without a GPU, too.
+# Let kernels run in Triton's interpreter, which needs no GPU.
 test-all: export TRITON_INTERPRET = 1
-# Kept in compiled form, whoever says otherwise: rewriting all asserts takes each process 10 s.
+# Let pytest save compiled tests, even if the environment forbids it: without saved files, each process
+# spends 10 s on rewriting the asserts of all tests.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-# Models that tests use are trained before the first test, whose limit is not spent on that.
-test: lint  ## lint, types, and the tests that need no GPU, but for slow ones (ARGS= for pytest)
+# The models of the tests are trained before the first test. Otherwise the training would count for the
+# time limit of a test.
+test: lint  ## lint, types, and the tests that need no GPU, without slow ones (ARGS= for pytest)
 	@$(PY) -m tests.make_models gqa mla moe > /dev/null
 	@$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not multi_gpu' $(ARGS)
 
@@ -72,7 +77,7 @@ test-all: lint  ## also the slow tests and kernels in an interpreter; the last l
 	  --hypothesis-profile=exploring --junitxml=build/test-all.xml $(ARGS) || status=$$?; \
 	  $(PY) tests/closing_line.py build/test-all.xml; exit $$status
 
-test-gpu: $(TEST_STAMP)  ## the tests that need GPUs, side by side (ARGS= for pytest)
+test-gpu: $(TEST_STAMP)  ## the tests that need GPUs, several at the same time (ARGS= for pytest)
 	@$(PY) tests/gpu/parallel.py $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff and mypy
@@ -84,9 +89,9 @@ format: $(TEST_STAMP)  ## ruff, changing files
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
-# Kustomize reads no files outside of a kustomization's folder.
+# Copies are needed because Kustomize reads no files outside of a kustomization's folder.
 MONITOR := deploy/k8s/components/monitor
-manifests:  ## writes what deploy/k8s has from the alerts and the dashboard in deploy/
+manifests:  ## update the copies of alerts and dashboard in deploy/k8s
 	@cp deploy/grafana-dashboard.json $(MONITOR)/
 	@{ cat $(MONITOR)/rule-head.txt; sed -n '/^groups:/,$$ s/^./  &/p; /^$$/ p' deploy/prometheus-rules.yml; } \
 	  > $(MONITOR)/prometheus-rule.yaml
@@ -106,9 +111,10 @@ dist: $(SERVE_STAMP)  ## source distribution and wheel in dist/
 	@rm -rf dist && $(PY) -m build --outdir dist . > build.log 2>&1 || { cat build.log >&2; exit 1; }
 	@rm build.log; ls dist/*
 
-# Of an environment that has the wheel alone, so that nothing for tests is in the list. The tool that
-# writes the list has another environment, because some of its requirements contradict constraints.txt.
-sbom: dist  ## the wheel's dependencies with versions and licences, in dist/ (CycloneDX)
+# The list is made from an environment with only the wheel, so that it contains no requirements of
+# tests. The tool that writes the list is installed in a separate environment, because some of its
+# requirements contradict constraints.txt.
+sbom: dist  ## the wheel's dependencies with versions and licenses, in dist/ (CycloneDX)
 	@rm -rf build/sbom && $(PY) -m venv --without-pip build/sbom/wheel && $(PY) -m venv --without-pip build/sbom/tool
 	@$(subst -m pip,-m pip --python build/sbom/wheel/bin/python,$(PIP)) dist/*.whl $(BRIEFLY)
 	@$(PY) -m pip --python build/sbom/tool/bin/python --disable-pip-version-check install \
@@ -119,7 +125,7 @@ sbom: dist  ## the wheel's dependencies with versions and licences, in dist/ (Cy
 	  --validate --output-file dist/baton-pd.cdx.json build/sbom/wheel/bin/python
 	@rm -rf build/sbom; ls dist/*.json
 
-clean:  ## removes what make made, the virtual environment included
+clean:  ## remove everything that make has created, also the virtual environment
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(PY):

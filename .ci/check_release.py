@@ -3,8 +3,9 @@
 
 usage: check_release.py [TAG]
 
-Without a tag, the newest release in CHANGELOG.md must be that of protocol/version.py.
-With a tag, it must be v and this version, and nothing may be listed as unreleased.
+The newest release in CHANGELOG.md must have the version of protocol/version.py and a
+date. A tag must consist of "v" and this version. With a tag, the section [Unreleased]
+of CHANGELOG.md must be empty.
 """
 
 import re
@@ -16,12 +17,12 @@ _SECTION = re.compile(r"^## \[([^]]+)\](?: - (\d{4}-\d\d-\d\d))?$", re.MULTILINE
 
 
 def problems(version_file: str, changelog: str, tag: str | None = None) -> list[str]:
-    """Returns what does not agree, one line each.
+    """Returns the disagreements between version, changelog and tag, one line each.
 
     Args:
         version_file: The text of protocol/version.py.
         changelog: The text of CHANGELOG.md.
-        tag: The name of the release's tag; None: there is none yet.
+        tag: The name of the release's tag; None: the release has no tag yet.
     """
     match = re.search(r'^VERSION = "(\d+\.\d+\.\d+)"$', version_file, re.MULTILINE)
     if match is None:
@@ -48,7 +49,7 @@ def problems(version_file: str, changelog: str, tag: str | None = None) -> list[
 
 
 def main(argv: list[str]) -> int:
-    """Prints what does not agree. Returns the exit status."""
+    """Prints all disagreements. Returns the exit status."""
     lines = problems(
         version_file=(ROOT / "protocol" / "version.py").read_text(),
         changelog=(ROOT / "CHANGELOG.md").read_text(),

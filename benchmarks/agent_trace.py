@@ -1,9 +1,11 @@
-"""Makes traces of coding agents, and computes how few prompt tokens they need.
+"""Makes traces of coding agents, and computes how few prompt tokens a server must
+compute for them.
 
-The means are those of 610 published traces of coding agents: 33 turns per session,
-prompts that grow from 12,000 to 80,000 tokens, 131 prompt tokens for each output token,
-about 94 % of them seen before in the session, and five seconds between turns, in which
-a tool runs. How the values spread around these means is an assumption.
+The means are those of 610 published traces of coding agents. A session has 33 turns,
+and its prompts grow from 12,000 to 80,000 tokens. There are 131 prompt tokens per
+output token; about 94 % of the prompt tokens were in earlier requests of the session.
+Between two turns, a tool runs for five seconds. The spread of the values around these
+means is an assumption.
 """
 
 import itertools
@@ -27,15 +29,15 @@ from benchmarks.bench.workload import (
 MEAN_TURNS = 33
 FIRST_PROMPT_TOKENS = 12_000
 LAST_PROMPT_TOKENS = 80_000
-MEAN_OUTPUT_TOKENS = 365  # so that there are 131 prompt tokens for each output token
+MEAN_OUTPUT_TOKENS = 365  # so that there are 131 prompt tokens per output token
 MEAN_PAUSE_S = 5.0
-# The system prompt and the tools, which all sessions share.
+# Blocks of the system prompt and the tool definitions, which all sessions share.
 SYSTEM_BLOCKS = 16
 _MEAN_TOOL_RESULT_TOKENS = (LAST_PROMPT_TOKENS - FIRST_PROMPT_TOKENS) / (
     MEAN_TURNS - 1
 ) - MEAN_OUTPUT_TOKENS
 _MAX_TURNS = 200
-# Standard deviations of the logarithms of the values.
+# Standard deviations of the logarithms of lognormally distributed values.
 _TURNS_SIGMA = 0.2
 _TASK_SIGMA = 0.5
 _TOOL_RESULT_SIGMA = 1.0
@@ -71,7 +73,7 @@ def _turns(rng: random.Random) -> tuple[Turn, ...]:
         turn = Turn(
             input_tokens=_draw(rng, _MEAN_TOOL_RESULT_TOKENS, _TOOL_RESULT_SIGMA),
             output_tokens=_draw(rng, MEAN_OUTPUT_TOKENS, _OUTPUT_SIGMA),
-            # Whole milliseconds, as in the file.
+            # Rounded to milliseconds, the unit of a trace file.
             think_s=round(rng.expovariate(1 / MEAN_PAUSE_S), 3),
         )
         turns.append(turn)
@@ -79,13 +81,13 @@ def _turns(rng: random.Random) -> tuple[Turn, ...]:
 
 
 def _draw(rng: random.Random, mean: float, sigma: float) -> int:
-    """Return a number of a lognormal distribution with this mean; at least 1."""
+    """Draw a whole number, at least 1, from a lognormal distribution."""
     value = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
     return max(1, round(value))
 
 
 def trace_lines(workload: Workload) -> Iterator[str]:
-    """Yield the lines of a trace of conversations (benchmarks/bench/traces.py)."""
+    """Yield the lines of a trace of conversations, as in benchmarks/bench/traces.py."""
     for number, session in enumerate(workload.sessions):
         for index, turn in enumerate(session.turns):
             row: dict[str, Any] = {"session_id": number}
@@ -101,12 +103,12 @@ def trace_lines(workload: Workload) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """The statistics of a trace, in the order of the published ones.
+    """The statistics of a trace, in the order of the published statistics.
 
     Attributes:
-        seen_share: share of the prompt tokens that were in earlier requests of the
+        seen_share: share of the prompt tokens that were in earlier prompts of the
             session.
-        working_set_tokens: KV of all sessions at their ends. A prefix that several
+        working_set_tokens: tokens of KV of all complete sessions. A prefix that several
             sessions share counts once.
     """
 
@@ -129,7 +131,7 @@ def statistics_of(workload: Workload) -> TraceStatistics:
     turns = [turn for session in sessions for turn in session.turns]
     num_output_tokens = sum(turn.output_tokens for turn in turns)
     num_new = sum(turn.input_tokens for turn in turns)
-    # The last answer of a session is in no prompt.
+    # Answer tokens that are in later prompts. Each session's last answer is in none.
     num_answered = sum(prompts[i][-1] for i in range(len(sessions))) - num_new
     num_pauses = max(len(turns) - len(sessions), 1)
     return TraceStatistics(
@@ -155,9 +157,9 @@ def _prompt_lengths(session: Session) -> list[int]:
 
 
 def _working_set_tokens(workload: Workload) -> int:
-    """Return the number of tokens whose KV an infinite cache has in the end."""
-    # The length of each segment, by the keys of all segments up to it. A prompt may end
-    # within a shared block, so the longest length counts.
+    """Return the tokens of KV that an infinite cache holds after all sessions."""
+    # The length of each segment, by a hash of the keys of all segments up to this one.
+    # A prompt may end within a shared block, so the longest length counts.
     lengths: dict[int, int] = {}
     for index, session in enumerate(workload.sessions):
         last = len(session.turns) - 1
@@ -172,14 +174,14 @@ def _working_set_tokens(workload: Workload) -> int:
 def min_computed_tokens(
     workload: Workload, requests: Iterable[tuple[int, int]], block_tokens: int
 ) -> int:
-    """Return how many prompt tokens one server with an infinite cache computes.
+    """Return the number of prompt tokens that a server with an infinite cache computes.
 
-    The server finds complete blocks of earlier prompts and answers, and computes at
+    The server reuses complete blocks of earlier prompts and answers. It computes at
     least the last token of each prompt.
 
     Args:
         requests: the session and the turn of each request, in the order of sending.
-        block_tokens: tokens of a block of the server.
+        block_tokens: number of tokens in a KV block of the server.
     """
     cached: set[int] = set()
     num_computed = 0
@@ -193,7 +195,7 @@ def min_computed_tokens(
                 break
             num_hits += 1
         num_computed += num_tokens - num_hits * block_tokens
-        # The last token of an answer is drawn, but it has no KV yet.
+        # The last token of an answer is sampled, but its KV is not computed.
         turn = workload.sessions[session_index].turns[turn_index]
         answer = (("answer", session_index, turn_index), turn.output_tokens)
         num_full = (num_tokens + turn.output_tokens - 1) // block_tokens

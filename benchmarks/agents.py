@@ -1,18 +1,20 @@
-"""Plays sessions of coding agents, or a trace, and compares the prompt tokens that the
-servers computed with the least possible: those of one server with an infinite cache.
+"""Plays sessions of coding agents, or a trace, and compares the number of computed
+prompt tokens with the minimum: that of one server with an infinite cache.
 
     python -m benchmarks.agents --url URL [--metrics URL ...] [--length-scale 0.02]
     python -m benchmarks.agents --url URL --trace FILE --length-scale 0.03125
     python -m benchmarks.agents --write FILE     a trace for `baton bench --trace`
 
 The sessions are made with published statistics (benchmarks/agent_trace.py), or read
-from --trace: with the block hashes of Mooncake's traces, the least is exact, because
-prompts share blocks of tokens as in the trace. The length scale 1/32 makes a block of
-512 tokens one of 16. Name each server behind a proxy by --metrics, because the servers
-count the tokens, not the proxy. Start the servers anew for each run: the caches of a
-former run make a result better than the least. A server that is slower than the trace
-needs --concurrency, or requests wait there until they time out. The last line is one
-JSON document.
+from --trace. With the block hashes of a Mooncake trace, the minimum is exact, because
+prompts share the same blocks of tokens as in the trace. A length scale of 1/32 turns
+blocks of 512 tokens into blocks of 16 tokens.
+
+Name each server behind a proxy by --metrics, because the proxy does not count computed
+tokens. Restart the servers before each run: with the cached prompts of an earlier run,
+they may compute fewer tokens than the minimum. If the servers are slower than the
+trace, limit the requests in flight by --concurrency, or requests wait at the servers
+until they time out. The last line of output is a JSON document.
 """
 
 import argparse
@@ -88,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--retention",
         choices=("in_memory", "24h"),
-        help="requests ask to keep their prompts (prompt_cache_retention)",
+        help="prompt_cache_retention of the requests: keep their prompts cached longer",
     )
     group.add_argument("--model", help="model name (default: the first of /v1/models)")
     group.add_argument("--api-key", help="sent as bearer token")
@@ -142,7 +144,7 @@ async def play(
     """Send the workload. Return the result, and the gauges of each server.
 
     Raises:
-        BenchError: a server cannot be used, or does not count its tokens.
+        BenchError: an endpoint cannot be used, or a server is not a Baton server.
     """
     gauges = [
         await read_gauges(url, options.api_key)
@@ -162,7 +164,7 @@ async def play(
 def figures(
     result: SideResult, workload: Workload, gauges: list[dict[str, float]]
 ) -> dict[str, Any]:
-    """Return the figures of a run; the first ones are those of the table."""
+    """Return the figures of a run, in the order in which they are printed."""
     sent = sorted(result.records, key=lambda record: record.timeline.sent_at)
     requests = [(r.session, r.turn) for r in sent if r.timeline.succeeded]
     block_tokens = int(min(values[_BLOCK_TOKENS] for values in gauges))
@@ -218,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             concurrency=args.concurrency or bench_options.OPEN_LOOP_CONCURRENCY,
             model=args.model,
             api_key=args.api_key,
-            warmup=0,  # it would compute tokens
+            warmup=0,  # warm-up requests would add computed tokens
             duration_s=args.duration,
             drain_s=args.drain_s,
         )

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-# An answer is one of: a generated text; a continuation's loglikelihood (nats), and
-# whether greedy decoding would produce the continuation; a document's loglikelihood.
+# An answer has one of three forms: (str) a generated text; (tuple) a continuation's
+# loglikelihood in nats, and whether greedy decoding would produce the continuation;
+# (float) a document's loglikelihood in nats.
 Answer = str | tuple[float, bool] | float
 _MAX_LISTED_DIFFERENCES = 20  # per task
 
@@ -17,11 +18,12 @@ _MAX_LISTED_DIFFERENCES = 20  # per task
 class Document(msgspec.Struct, frozen=True):
     """The requests of one document, in order, and the answer to each.
 
-    lm_eval calls one example of a task a document.
+    A document is lm_eval's term for one example of a task.
 
     Attributes:
         requests: each is [prompt] or [context, continuation].
-        scores: the document's scores, by metric as in TaskAnswers.
+        scores: the document's score in each metric, with the keys of
+            `TaskAnswers.metrics`.
     """
 
     doc_id: int
@@ -34,7 +36,7 @@ class TaskAnswers(msgspec.Struct, frozen=True):
     """The documents of one task, sorted by id, and the task's metrics from lm_eval.
 
     Attributes:
-        seconds: how long the task ran.
+        seconds: duration of the task.
     """
 
     documents: list[Document]
@@ -91,7 +93,7 @@ def compare(
 
     Texts and greediness must be equal, and loglikelihoods must be equal within
     `tolerance`. The figure `max_difference` is the largest difference of loglikelihoods
-    (nats). Differences of texts or greediness do not count for it.
+    (nats), regardless of differing texts or greediness.
 
     Args:
         same_prompts: whether both sides must have the same prompts. The prompts differ
@@ -145,7 +147,7 @@ def compare(
 def compare_scores(
     reference: TaskAnswers, measured: TaskAnswers, max_difference: float
 ) -> dict[str, Any]:
-    """Return figures: each metric's mean difference of scores, and its standard error.
+    """Return each metric's mean difference of scores and its standard error.
 
     An accuracy is a metric with scores of only 0 and 1. The absolute mean difference of
     an accuracy plus two standard errors must be at most `max_difference`. The figure
@@ -163,7 +165,7 @@ def compare_scores(
             if name in expected.scores and name in answered.scores
         ]
         if len(pairs) < len(measured.documents):
-            continue  # the metric has one value for all documents together
+            continue  # the metric has only one value for all documents together
         gaps = [have - want for want, have in pairs]
         standard_error = math.inf
         if len(gaps) > 1:

@@ -14,18 +14,18 @@ The floor of a decode step is the time to read its data once at the copy's rate.
 data are the KV that the step attends to, and the weights without the input embedding
 and without experts that no token selects. The floor of a prefill is the time of its
 model FLOPs at the matmul's rate; causal attention counts as half of full attention. A
-chunk is a part of a prompt; earlier steps have computed the KV before it. With several
-ranks, a floor is the floor of one rank's share.
+chunk is a part of a prompt; earlier steps have computed the KV of the preceding tokens.
+With several ranks, a floor is for the share of one rank.
 
 "step" is the time from the tokens of one step to the tokens of the next step. A step is
 launched before the tokens of the previous step are read. "device" is the time of the
 same step's CUDA graph alone, replayed back to back. The last line of output is JSON.
 
-With --proposals, a synthetic drafter proposes this number of tokens to each sequence,
-and a share of them is accepted. Such a step is launched after the result of the step
-before, as in a server, so its time includes that of the host. "gain_50" is its tokens
-per second over those of decode steps, if half of the proposals are right as long as
-those before them are.
+With --proposals, each step verifies this number of proposed tokens per sequence, and
+accepts a random part of them. As in a server, a step is launched after the result of
+the preceding step, so its duration includes the time of the host. "gain_50" is the
+ratio of tokens per second to those of decode steps. It assumes that each proposal is
+accepted with a probability of 50 % if all proposals before it were accepted.
 """
 
 import argparse
@@ -67,7 +67,7 @@ from protocol.settings.machine import available_cores
 
 # The fastest rank waits at most this long for the slowest rank to start.
 _CONNECT_TIMEOUT_S = 600.0
-# Of the synthetic drafter.
+# Assumed probabilities that a proposal is accepted, if all before it were accepted.
 _ACCEPTANCE_RATES = (0.5, 0.7, 0.9)
 _ENGINE_OPTIONS = (
     "device",
@@ -125,7 +125,7 @@ def _run(
     """
     if rank:
         sys.stdout = open(os.devnull, "w")
-    # A rank of a server uses the same number of threads.
+    # This is the number of threads that a rank of a server uses.
     torch.set_num_threads(max(1, available_cores() // args.tp))
     started_at = time.perf_counter()
     device = torch.device(f"cuda:{rank}" if args.device == "cuda" else "cpu")
@@ -215,7 +215,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         nargs="*",
         default=[16384],
-        help="each chunk is measured behind this many tokens of its prompt",
+        help="tokens of the prompt before each chunk",
     )
     add(
         "--proposals",
@@ -245,7 +245,7 @@ def _start_runner(
 ) -> tuple[ModelRunner, dict[str, float]]:
     """Start a model runner.
 
-    Return the runner, with the seconds that the start took and the KV capacity in
+    Return the runner and two figures: the seconds of the start, and the KV capacity in
     tokens.
     """
     started_at = time.perf_counter()
@@ -285,7 +285,7 @@ def _block_tables(
 ) -> np.ndarray[Any, Any]:
     """Return block tables, int32 [num_seqs, blocks], of blocks scattered over the pool.
 
-    For layers with a sliding window, tables have only the blocks that steps attend to.
+    For layers with a sliding window, tables contain only blocks within the window.
 
     Args:
         num_tokens: length up to which each sequence has blocks.
@@ -325,10 +325,10 @@ def _make_step(
 
     Args:
         query_len: tokens of each sequence that the step computes.
-        context_len: tokens of each sequence after the step; one number for all, or one
-            for each.
-        uses_last_tokens: whether the step's tokens are those that the preceding step
-            sampled; if not, they are random.
+        context_len: tokens of each sequence after the step; one number for all
+            sequences, or one number per sequence.
+        uses_last_tokens: True if the step computes the tokens that the preceding step
+            sampled, False if it computes random tokens.
     """
     num_seqs = len(tables)
     vocab_size = runner.model_config.vocab_size
@@ -389,7 +389,7 @@ def _measure_verification(
     """Measure steps that verify `num_proposals` tokens for each sequence.
 
     Args:
-        decode: the figures of decode steps of as many sequences.
+        decode: the figures of decode steps with the same number of sequences.
     """
     batch = int(decode["batch"])
     num_rows = 1 + num_proposals
@@ -405,7 +405,7 @@ def _measure_verification(
         step = _make_step(runner, tables, 1, context_lens.astype(np.int32))
         runner.execute(step)
         times.append(time.perf_counter() - started_at)
-        # Contexts grow unequally, as proposals of some sequences are accepted.
+        # Each sequence grows by one token, plus a random number of accepted proposals.
         lens += rng.integers(1, num_rows, batch, endpoint=True)
     step_ms = statistics.median(times[3:]) * 1e3
     gains = {
@@ -425,8 +425,9 @@ def _measure_verification(
 
 
 def _mean_tokens(rate: float, num_proposals: int) -> float:
-    """Return how many tokens a step yields, if each proposal is right with the
-    probability `rate`, given that those before it are."""
+    """Return the mean number of tokens that a step yields per sequence.
+
+    A proposal is accepted with probability `rate` if all before it were accepted."""
     return sum(rate**count for count in range(num_proposals + 1))
 
 
@@ -460,7 +461,7 @@ def _measure_prefill(
 
     Args:
         num_tokens: tokens that the step computes.
-        num_before: tokens of the prompt before the computed tokens.
+        num_before: tokens of the prompt that precede the computed tokens.
     """
     context_len = num_before + num_tokens
     tables = _block_tables(runner, 1, context_len, num_before)

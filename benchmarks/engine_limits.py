@@ -19,7 +19,7 @@ _WARMUP_CALLS = 3
 
 
 class Ceilings(NamedTuple):
-    """Rates that were measured on the device, which an engine can hardly exceed."""
+    """Rates that an engine can hardly exceed, as measured on the device."""
 
     copy_bytes_per_s: float  # bytes read plus bytes written
     matmul_flops_per_s: float
@@ -60,13 +60,13 @@ def weight_bytes_per_step(
 ) -> int:
     """Return the bytes of weights that a decode step of `batch` sequences reads.
 
-    The step reads as many experts as `batch` tokens select on average if all experts
-    are equally likely, and all other weights except the input embedding. An embedding
-    that is tied to the output layer is read.
+    The step reads as many experts as `batch` tokens select on average, if all experts
+    are equally likely. It reads all other weights, except an input embedding that is
+    not tied to the output layer.
 
     Args:
-        itemsize: bytes per element of weights that are not quantised.
-        keep_quantised: whether quantised weights stay quantised in memory.
+        itemsize: bytes per element of weights that are not quantized.
+        keep_quantised: whether quantized weights stay quantized in memory.
     """
     expert_share = 1.0  # share of the experts that the step reads
     if moe := config.moe:
@@ -101,10 +101,11 @@ def num_attended_tokens(config: ModelConfig, num_tokens: int) -> int:
 def prefill_flops(config: ModelConfig, num_tokens: int, num_before: int = 0) -> float:
     """Return the model FLOPs of one prompt, or of a part of it.
 
-    These are two FLOPs per weight and token, causal attention, and one row of logits.
+    Each token costs two FLOPs per weight that it uses. Causal attention and one row of
+    logits are added.
 
     Args:
-        num_before: tokens of the prompt with KV that earlier steps have computed.
+        num_before: preceding tokens of the prompt, with KV from earlier steps.
     """
     expert_share = 1.0  # share of the experts that compute a token
     if moe := config.moe:
@@ -120,8 +121,8 @@ def prefill_flops(config: ModelConfig, num_tokens: int, num_before: int = 0) -> 
     )
     dims = 2 * config.head_dim
     if config.mla:
-        # Absorbed attention reads latents as keys and as values. Only keys have a rope
-        # part.
+        # Absorbed attention uses the latents both as keys and as values. Only keys have
+        # a rope part.
         dims = 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     attention_flops = 2.0 * pairs * config.num_heads * dims
     logits_flops = 2.0 * config.vocab_size * config.hidden_size

@@ -4,11 +4,12 @@
 
 --tasks names tasks in the folders of --include, or lm_eval's own tasks, which download
 their data. The `hf` backend loads --model in float32 on this machine. --reference none
-skips the `hf` backend. --save stores the answers of `hf` for a later --reference.
+skips the `hf` backend. --save stores the answers of `hf`, and a later run can use this
+file as --reference.
 
 Documents are compared one by one. Texts must be equal. Loglikelihoods must be equal
 within --tolerance, and both sides must agree on whether greedy decoding would produce
-the text. For an endpoint with a quantised model, --accuracy compares only the scores.
+the text. For an endpoint with a quantized model, --accuracy compares only the scores.
 The program prints a table and one JSON line. Its exit status is 1 if answers differ, or
 with --accuracy if scores do.
 """
@@ -36,7 +37,7 @@ from benchmarks.answers import (
 )
 from benchmarks.bench.endpoint import find_model, open_session
 
-# A saved reference can be used only with the settings that produced it.
+# A saved reference is valid only for a run with equal values of these options.
 _SETTINGS = ("limit", "max_length", "chat")
 
 

@@ -1,4 +1,4 @@
-"""The requests that simulated servers get: sessions of a trace and synthetic mixes.
+"""The requests to simulated servers: sessions of a trace, and synthetic mixes.
 
 Each prompt is represented by the hashes of its blocks. Prompts with a common prefix
 begin with the same hashes.
@@ -17,14 +17,17 @@ from benchmarks.bench.workload import block_hashes, segments
 
 @dataclass(slots=True)
 class Request:
-    """One request, and what the simulation records about it. Times are in seconds.
+    """One request, and the state of its simulation. Times are in seconds.
 
     Attributes:
         hashes: hashes of the prompt's blocks.
         turn: number of preceding requests in the same session.
         session: number of the session in a trace.
         uncomputed_tokens: tokens of the prompt that a server still has to compute.
+        generated_tokens: output tokens so far.
         on_decode_server: whether a decode server computes the prompt.
+        computed_tokens: tokens of the prompt that a server has computed. Tokens with
+            cached KV do not count.
         overtaken_tokens: tokens of shorter prompts that arrived later, but were placed
             ahead of this prompt in the queue.
     """
@@ -44,8 +47,8 @@ class Request:
     overtaken_tokens: int = 0
 
 
-# A function that returns the request that follows a finished request, or None. The
-# function's second argument is the current time in seconds.
+# A function that gets a finished request and the current time in seconds. It returns
+# the request that follows, or None.
 FollowUp = Callable[[Request, float], Request | None]
 Workload = tuple[list[Request], FollowUp]
 
@@ -61,7 +64,7 @@ def from_sessions(workload: SessionWorkload, block_tokens: int) -> Workload:
     """Return the requests of sessions.
 
     Args:
-        block_tokens: tokens of a block of `Request.hashes`.
+        block_tokens: number of tokens in each block of `Request.hashes`.
     """
 
     def request(session_index: int, turn_index: int, arrival_s: float) -> Request:
@@ -90,14 +93,14 @@ def from_sessions(workload: SessionWorkload, block_tokens: int) -> Workload:
     return first_turns, next_turn
 
 
-# -- mixes: each docstring says what `load` multiplies
+# -- mixes: each docstring gives the arrival rate or the number of requests per `load`
 
 
 class _RequestMaker:
     """Makes requests.
 
-    A prompt may begin with given block hashes; all its other blocks get hashes that no
-    earlier prompt has.
+    A prompt may begin with given block hashes. All further blocks of the prompt get new
+    hashes.
     """
 
     def __init__(self) -> None:
@@ -114,7 +117,7 @@ class _RequestMaker:
         prefix: tuple[int, ...] = (),
         turn: int = 0,
     ) -> Request:
-        """Return a request with a prompt of `prefix` and new blocks after it.
+        """Return a request with a prompt that consists of `prefix` and new blocks.
 
         Args:
             prefix: block hashes with which the prompt begins.
@@ -146,8 +149,8 @@ def _sessions(
         rate: new sessions per second.
         num_system_prompts: number of system prompts; each session uses one at random.
         system_blocks: length of a system prompt in blocks.
-        turns: requests of a session.
-        question_tokens: tokens that each turn adds to the conversation so far.
+        turns: number of requests of a session.
+        question_tokens: prompt tokens that each turn adds to the conversation.
         output_tokens: tokens of each answer.
         pause_s: mean time from an answer to the next turn.
     """
@@ -213,11 +216,10 @@ def chats(load: float, max_requests: int) -> Workload:
 
 
 def documents(load: float, _max_requests: int) -> Workload:
-    """32 short requests generate while long prompts arrive, for 25 s.
+    """For 25 s, 32 short requests decode while long prompts arrive.
 
-    2 x `load` prompts of 8,192 tokens arrive per second. A short request that finishes
-    within the 25 s is followed by a new short request. The number of requests is not
-    limited.
+    2 x `load` prompts of 8,192 tokens arrive per second. If a short request finishes
+    within the 25 s, a new short request follows. The number of requests is not limited.
     """
     rng = random.Random(1)
     maker = _RequestMaker()
@@ -237,7 +239,7 @@ def documents(load: float, _max_requests: int) -> Workload:
 
 
 def open_loop(load: float, max_requests: int) -> Workload:
-    """Prompts of 2,048 tokens on average, 192 output tokens.
+    """Independent requests: prompts of 2,048 tokens on average, 192 output tokens.
 
     `load` requests arrive per second, for one minute or up to `max_requests`.
     """
@@ -253,7 +255,7 @@ def open_loop(load: float, max_requests: int) -> Workload:
 
 
 def burst(load: float, max_requests: int) -> Workload:
-    """256 x `load` prompts of 1,024 tokens at once, 256 output tokens each."""
+    """256 x `load` requests at once: prompts of 1,024 tokens, 256 output tokens."""
     maker = _RequestMaker()
     count = min(max_requests, int(256 * load))
     requests = [maker.request(0.0, 1024, 256) for _ in range(count)]

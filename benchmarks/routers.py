@@ -1,8 +1,8 @@
 """The routers of benchmarks.routing: the proxy's placement, and an ideal one.
 
-The proxy's placement estimates loads from the requests that it sent to each server, the
-times of their answers, and health reports. The ideal router reads the state of the
-simulated servers.
+The proxy's placement estimates the load of a server from the requests that it sent to
+the server, from the times of the answers, and from health reports. The ideal router
+reads the state of the simulated servers.
 """
 
 from typing import NamedTuple
@@ -18,12 +18,19 @@ from proxy.placement.request_profile import RequestProfile
 from proxy.placement.server_load import USUAL_STEP_S, ServerLoad
 
 POLL_S = 1.0  # seconds between two health reports of a server
-# The ideal router estimates that this many streams double the time of a step.
+# The ideal router assumes that this number of streams doubles the time of a step.
 _DOUBLING_STREAMS = 96
 
 
 class _Legs(NamedTuple):
-    """The legs of a request: the same Assignment twice if one server has both legs."""
+    """The legs of a request.
+
+    Attributes:
+        prompt: assignment of the leg that computes the prompt.
+        decode_engine: engine of the leg that generates tokens.
+        stream: assignment of the leg that generates tokens. It equals `prompt` if one
+            server has both legs.
+    """
 
     prompt: Assignment
     decode_engine: Engine
@@ -40,7 +47,7 @@ class ProxyRouter:
     """Places requests with the proxy's code and load estimates.
 
     Args:
-        step_s: target time between tokens.
+        step_s: target time between tokens, in seconds.
         pulls: whether a server may pull the KV of a prefix from another server.
     """
 
@@ -71,7 +78,7 @@ class ProxyRouter:
         self._poll()
         profile = _profile(request, self._fleet.times.block_tokens)
         on_decode_server = not self._prefills or self.tracker.decode_only
-        if on_decode_server is None:  # the load decides
+        if on_decode_server is None:  # it depends on the load
             self._reservation = self.tracker.reserve_decode_only(
                 profile, self._prefills, self._decodes
             )
@@ -81,7 +88,7 @@ class ProxyRouter:
     def begin_legs(
         self, request: Request, profile: RequestProfile, on_decode_server: bool
     ) -> Engine:
-        """Choose and begin both legs at once. Return the engine of the prompt's leg."""
+        """Choose servers and begin both legs. Return the engine of the prompt's leg."""
         self.lender = None
         if on_decode_server:
             engine, leg = self._begin(
@@ -111,10 +118,10 @@ class ProxyRouter:
         computes: bool,
         generates: bool,
     ) -> tuple[Engine, Assignment]:
-        """Choose a server and begin a leg there.
+        """Choose a server and begin a leg on it.
 
-        Set `lender` if the leg computes the prompt and another server has cached more
-        of it.
+        If the leg computes the prompt, and another server has cached more of the
+        prompt, set `lender` to that server.
         """
         reservation = self._reservation
         self._reservation = None
@@ -151,7 +158,7 @@ class ProxyRouter:
         self.tracker.end(self._legs[id(request)].stream)
 
     def _poll(self) -> None:
-        """Send health reports to the tracker, once per POLL_S."""
+        """Pass all servers' health reports to the tracker, at most once per POLL_S."""
         if self._fleet.now >= self._polled_at + POLL_S:
             self._polled_at = self._fleet.now
             for engine in self._fleet.engines:
@@ -167,7 +174,7 @@ class IdealRouter:
     """Places requests by the true state of the simulated servers.
 
     Args:
-        step_s: target time between tokens.
+        step_s: target time between tokens, in seconds.
     """
 
     lender: Engine | None = None
@@ -217,7 +224,7 @@ class IdealRouter:
         for request in engine.waiting:
             size_class = RequestProfile(request.prompt_tokens).size_class
             load.queued_s[size_class] += request.uncomputed_tokens * load.token_s
-        load.add_queued(0, 0.0)  # updates the sums that depend on queued_s
+        load.add_queued(0, 0.0)  # update the sums that depend on queued_s
         load.kv_capacity = engine.times.capacity
         load.target_step_s = self._target_s
         return load

@@ -1,11 +1,11 @@
-"""Simulates servers behind the proxy's policies and prints a table of their latencies.
+"""Simulates servers with placement policies of the proxy, and compares the latencies.
 
     python -m benchmarks.routing --trace FILE [--shapes 2P2D,4D] [--load 1.0,1.5]
     python -m benchmarks.routing --mix agents|chats|documents|open|burst [...]
 
-benchmarks/simulation/ describes the servers, benchmarks/loads.py the requests. The
-policy `known` is an ideal router that reads the state of the simulated servers; all
-other policies are the proxy's own code. The last line is one JSON document.
+benchmarks/simulation/ simulates the servers; benchmarks/loads.py makes the requests.
+The policy `known` is an ideal router that reads the state of the simulated servers. All
+other policies run the proxy's own code. The last line of output is a JSON document.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROW = "{:5} {:4} {:13} {:8.3f} {:9.3f} {:8.1f} {:8.1f} {:8.1f} {:5.3f} {:9.3f} {
 
 
 class Policy(NamedTuple):
-    """The options of the proxy that make one policy."""
+    """A placement policy, as options of the proxy."""
 
     routing: Routing
     disaggregate: Disaggregate
@@ -60,8 +60,8 @@ def figures(fleet: Fleet, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a simulated run, in the order of the table's columns.
 
     "good" is the share of requests within --ttft-s and --tpot-s. "computed" is the
-    share of prompt tokens that were computed, because they were not cached. "alone" is
-    the share of requests with prompts that a decode server computed.
+    share of prompt tokens that servers computed, because no KV was cached. "alone" is
+    the share of requests with both legs on one decode server.
     """
     requests = fleet.requests
     ttfts_s = sorted(request.first_token_s - request.arrival_s for request in requests)
@@ -131,9 +131,9 @@ def simulate(
     num_engines = num_prefills + int(decodes or 0)
     target_s = args.itl_target_s
     times = EngineTimes()
-    # Only decode servers of a fleet with prefill servers have a target time between
-    # tokens. Prefill servers have no streams. In a fleet without prefill servers,
-    # throughput matters more.
+    # Only the decode servers of a fleet with prefill servers have a target time between
+    # tokens. Prefill servers have no streams. In a fleet without prefill servers, high
+    # throughput is more important than the target.
     engines = [
         Engine(
             index,
@@ -198,8 +198,8 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--itl-target-s",
         type=float,
         default=USUAL_STEP_S,
-        help="target time between tokens. Decode servers split prompts to stay within "
-        "it, if there are prefill servers",
+        help="target time between tokens (s). If there are prefill servers, decode "
+        "servers split prompts to stay within this target",
     )
     add(
         "--store-tokens",
@@ -207,7 +207,12 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=0,
         help="tokens that the KV store of each host holds (0: no stores)",
     )
-    add("--hosts", type=int, default=1, help="hosts, which take turns to get a server")
+    add(
+        "--hosts",
+        type=int,
+        default=1,
+        help="number of hosts; servers are assigned to them round-robin",
+    )
     args = parser.parse_args(argv)
     if args.hosts < 1:
         parser.error("--hosts must be at least 1")

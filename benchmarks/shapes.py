@@ -1,7 +1,7 @@
 """Model shapes that benchmarks.engine can measure without a checkpoint.
 
-Each value holds the fields of a config.json. Shapes that name no architecture are
-Llama models.
+Each value of SHAPES holds the fields of a config.json. A shape without architectures is
+a Llama model.
 """
 
 from typing import Any
@@ -116,7 +116,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 128,
         "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
-    # DeepSeek-V3, cut from 61 layers to one dense layer and three expert layers.
+    # DeepSeek-V3 with one dense layer and three MoE layers instead of 61 layers.
     "deepseek-v3-4-layers": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "hidden_size": 7168,

@@ -4,11 +4,11 @@
     baton decode --model DIR --port 8002 --speculate ngram:8
     python -m benchmarks.speculation --url http://127.0.0.1:8001 http://127.0.0.1:8002
 
-Two kinds of prompts: "edit" asks for a source file with a small change, so that the
-answer repeats most of the prompt, and "prose" asks for a story, which repeats nothing.
-Every prompt goes to each server in turn, greedily and one at a time. The first server
-is the reference. Its answers must be those of the others, which is checked. The last
-line is one JSON document.
+There are two kinds of prompts. "edit" asks for a source file with a small change, so
+that the answer repeats most of the prompt. "prose" asks for a story, which repeats
+nothing. The program sends every prompt to one server after the other, with greedy
+decoding. It checks that the answers of all servers equal those of the first server. The
+last line of output is a JSON document.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _SUBJECTS = (
 
 
 def make_prompts(num_edits: int, source_chars: int) -> list[tuple[str, str]]:
-    """Return pairs of the kind and the text of a prompt."""
+    """Return the prompts, as pairs of kind ("edit" or "prose") and text."""
     prompts = []
     for index in range(num_edits):
         path = _ROOT / _SOURCES[index % len(_SOURCES)]
@@ -51,7 +51,10 @@ def make_prompts(num_edits: int, source_chars: int) -> list[tuple[str, str]]:
 
 
 def measure(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-    """Return the text of an answer, and its tokens per second after the first token."""
+    """Send a prompt, and return the text of the answer, its speed and token counts.
+
+    The speed is in tokens per second after the first token.
+    """
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": max_tokens,
@@ -86,7 +89,7 @@ def measure(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:
 
 
 def summarise(rows: list[dict[str, Any]], kind: str, url: str) -> dict[str, Any]:
-    """Return the figures of one kind of prompts at one server."""
+    """Return the figures of one server for one kind of prompts."""
     chosen = [row for row in rows if row["kind"] == kind and row["url"] == url]
     tokens = sum(row["tokens"] for row in chosen)
     accepted = sum(row["accepted"] for row in chosen)
@@ -106,8 +109,11 @@ def summarise(rows: list[dict[str, Any]], kind: str, url: str) -> dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns 1 if an answer differs from that of the first
-    server."""
+    """Run the benchmark.
+
+    Returns:
+        The exit status: 1 if an answer differs from the first server's answer.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speculation",
         description=__doc__,
@@ -115,11 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--url", nargs="+", required=True, help="two or more servers")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--edits", type=int, default=6, help="prompts of the kind edit")
+    parser.add_argument("--edits", type=int, default=6, help="number of edit prompts")
     parser.add_argument(
         "--source-chars", type=int, default=1200, help="length of the code to edit"
     )
-    parser.add_argument("--repeat", type=int, default=3, help="times for each prompt")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions per prompt")
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for kind, prompt in make_prompts(args.edits, args.source_chars):

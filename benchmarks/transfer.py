@@ -1,17 +1,18 @@
-"""The cost of pulling KV between two processes of one host.
+"""Measures pulls of KV between two processes of one host.
 
     python -m benchmarks.transfer --device cpu|cuda
 
-A row shows one case: layouts and geometries of a prefill server P and a decode server
-D. P is one process; D has one process per rank. Pulls go through the servers' own
-coordinator, workers and side channel. A pull is timed from the call of `pull` until P
-has answered COMPLETE (the fence). A pull either copies from P's mapped memory or uses
+Each row of the output is one case: the layouts and geometries of a prefill server P and
+a decode server D. P is one process; D has one process per rank. Pulls use the servers'
+own coordinator, workers and side channel. A pull is timed from the call of `pull` until
+P has answered COMPLETE (the fence). A pull either copies from P's mapped memory or uses
 NIXL (`--paths mapped,nixl`).
 
-Blocks are scattered over the pool unless a row says fresh. The KV that arrives is
-compared with the KV that was sent. The same run also measures the plain copy between
-the two devices, and bare NIXL with the same reads in the same order. `--devices 0,1`
-selects the GPU of P and the GPUs of D. The last line of output is one JSON document.
+Blocks are scattered over the pool, except in rows with "fresh" in their name. The KV
+that arrives is compared with the KV that was sent. The same run also measures a plain
+copy between the two devices, and bare NIXL with the same reads in the same order.
+`--devices 0,1` selects the GPU of P and the GPUs of D. The last line of output is a
+JSON document.
 """
 
 import argparse
@@ -49,9 +50,9 @@ from kvcache.transfer.plan.plan import Planner
 from protocol.handshake import EngineMetadata
 
 DEFAULT_ORDER = "BHLCND"
-# (KV layout of P, KV layout of D), where the two differ.
+# Pairs of different KV layouts: that of P, and that of D.
 MIXED_ORDERS = (("LBCNHD", "BHLCND"), ("LCBHND", "BHLCND"), ("BHLCND", "LCBNHD"))
-# (TP size, block size) of P, then of D.
+# The TP size and the block size (tokens) of P, and those of D.
 GEOMETRIES = {
     "same": ((1, 64), (1, 64)),
     "TP 1->2": ((1, 64), (2, 64)),
@@ -67,10 +68,12 @@ class Row:
     """The figures of one case.
 
     Attributes:
-        path: how the KV was moved: "bare NIXL", or the path of the pull: "mapped", or
-            with NIXL "direct", "staged" or "mixed" (both).
+        path: how the KV was moved: "bare NIXL" for READs without a pull, "mapped" for a
+            copy from mapped memory. For pulls with NIXL: "direct", "staged", or "mixed"
+            (both).
         bytes: bytes that one pull moves.
-        milliseconds: median of all pulls; `best_ms` is the shortest.
+        milliseconds: median duration of the pulls.
+        best_ms: shortest duration of a pull.
         of_copy: the pulls' rate divided by the plain copy's rate.
         of_bare: the pulls' rate divided by the rate of bare NIXL with the same reads;
             None if bare NIXL was not measured.
@@ -111,7 +114,7 @@ def _case(
 
     Args:
         geometry: a key of GEOMETRIES.
-        fresh: whether blocks are in order, as in a new pool, and not scattered.
+        fresh: True if blocks are in order, as in a new pool; False if scattered.
     """
     (p_tp, p_block_size), (d_tp, d_block_size) = GEOMETRIES[geometry]
     if fresh:
@@ -124,7 +127,7 @@ def _case(
 
 
 def cases(device: str, path: str) -> Iterator[Case]:
-    """Yield the cases of a path: "mapped" or "nixl"."""
+    """Yield the cases to measure with a path: "mapped" or "nixl"."""
     if device == "cpu":
         for order, geometry in product(NAMED_ORDERS, GEOMETRIES):
             yield _case(f"{order} {geometry}", geometry, order, order)
@@ -146,7 +149,7 @@ def cases(device: str, path: str) -> Iterator[Case]:
 class BareReader:
     """Executes the READs of one rank with bare NIXL, without a pull.
 
-    A reader has a thread, an agent and a destination buffer of its own.
+    Each reader has its own thread, agent and destination buffer.
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class BareReader:
 
 
 def planned_reads(case: Case, setup: DecodeSetup) -> list[list[ReadDescriptors]]:
-    """Return the READs of each rank of D, in the order of the planner."""
+    """Return the READs of each rank of D, in the planner's order."""
     size = setup.size
     costs = DEFAULT_COSTS[torch.device(setup.device(0)).type]
     remote = case.p.endpoints(size)
@@ -274,9 +277,8 @@ class Bench:
     def _measure_short_pulls(self, name: str, path: str) -> list[Row]:
         """Measure short pulls twice.
 
-        The first time, D begins to renew the lease ("holds" it) before the pull begins.
-        The second time, D begins to renew it with the pull, and the row's name ends
-        with "unheld".
+        In the first row, D begins to renew the lease ("holds" it) before the pull. In
+        the second row ("unheld"), D begins to renew the lease with the pull.
         """
         case = _case("same", "same")
         with self._open_pair(case, self._setup(path)) as (decode, _):

@@ -1,9 +1,9 @@
 """A prefill server P and a decode server D without engines, to measure pulls.
 
-P and D consist of the servers' own lease server, coordinator and transfer workers. All
-ranks of P are in one process. Rank 0 of D and D's coordinator are in this process; the
-remaining ranks of D have one process each, as in a server. A pull is timed from the
-call of `pull` until P has answered COMPLETE (the fence).
+P and D consist of the same lease server, coordinator and transfer workers as real
+servers. All ranks of P are in one process. Rank 0 of D and D's coordinator are in the
+process of the benchmark. As in a server, each further rank of D has its own process. A
+pull is timed from the call of `pull` until P has answered COMPLETE (the fence).
 """
 
 import multiprocessing
@@ -77,7 +77,7 @@ class Side(NamedTuple):
     Attributes:
         order: order of the axes of the KV layout, such as "BHLCND".
         seed: seed of the scattered block table.
-        scattered: whether blocks are scattered over the pool, or in order.
+        scattered: True if blocks are scattered over the pool, False if in order.
     """
 
     order: str
@@ -100,7 +100,7 @@ class Side(NamedTuple):
         return [Endpoint(layout, rank, self.tp) for rank in range(self.tp)]
 
     def blocks(self, size: Size, tokens: int | None = None) -> IntArray:
-        """Return the block ids of the first `tokens` tokens; None: of all tokens."""
+        """Return the block ids of the first `tokens` tokens; None means all tokens."""
         blocks = np.arange(1, size.tokens // self.block_size + 1, dtype=np.int64)
         if self.scattered:
             blocks = np.random.default_rng(self.seed).permutation(blocks)
@@ -109,12 +109,12 @@ class Side(NamedTuple):
 
 
 class DecodeSetup(NamedTuple):
-    """How the ranks of the decode server D pull.
+    """The settings with which the ranks of the decode server D pull.
 
     Attributes:
         devices: devices of D's ranks; rank r has devices[r % len(devices)].
-        mapped: whether pulls copy from mapped memory; if not, they use NIXL.
-        staging_bytes: staging memory of each rank, for NIXL.
+        mapped: True if pulls copy from mapped memory, False if they use NIXL.
+        staging_bytes: staging memory of each rank for pulls with NIXL.
         verify: a value of the servers' option --kv-verify.
     """
 
@@ -145,7 +145,7 @@ def _random_kv(size: Size, device: str) -> torch.Tensor:
 
 
 class _RankMemory:
-    """The KV pool of one rank, and the KV that the pool must contain after a pull."""
+    """The KV pool of one rank, and the KV that P sends and D must receive."""
 
     def __init__(self, side: Side, size: Size, rank: int, device: str) -> None:
         endpoint = side.endpoints(size)[rank]
@@ -195,11 +195,11 @@ class Prefill:
         self._device = device
         self._size = size
         self._ranks: list[LocalRank] = []
-        self._workers: list[TransferWorker] = []  # compute the digests of the KV
+        self._workers: list[TransferWorker] = []  # they compute digests of the KV
         self._server: LeaseServer | None = None
 
     def begin_case(self, side: Side) -> EngineMetadata:
-        """Close the previous case, and start the ranks, workers and lease server.
+        """Close the previous case, and start ranks, workers and lease server.
 
         Returns:
             The metadata that D needs to pull from P.
@@ -308,12 +308,12 @@ class Decode:
 
     Args:
         prefill: the Prefill from which D pulls; its `begin_case` has been called.
-        side: the geometry of D.
+        side: the KV geometry and block table of D.
 
     Attributes:
-        holds_before_pull: whether D begins to renew the lease before the pull begins.
-            If False, D does so with the pull. A decode server does so before the pull
-            if there was no handshake with P yet, or if the request waits for blocks.
+        holds_before_pull: True if D begins to renew the lease before the pull begins,
+            False if it begins with the pull. A real decode server begins before the
+            pull if it has no handshake with P yet, or if the request waits for blocks.
     """
 
     holds_before_pull = True
@@ -367,10 +367,10 @@ class Decode:
         blocks = self._side.blocks(self._size, tokens).tolist()
         if self.holds_before_pull:
             self._coordinator.hold(pull_id, remote)
-        # The 2 ms let the first renewal finish, so that it is not part of the timed
-        # pull. The pause is the same if there is no earlier renewal, so that both kinds
-        # of pulls have comparable times. After one sleep of 2 ms, this thread would
-        # start the pull later, so it takes many short naps, like an engine's thread.
+        # After 2 ms, the first renewal has finished and is not part of the timed pull.
+        # Unheld pulls wait, too, so that the times of held and unheld pulls are
+        # comparable. A thread that wakes from one sleep of 2 ms starts the pull late.
+        # This thread therefore takes many short naps, like an engine's thread.
         renewed_at = time.perf_counter() + 0.002
         while time.perf_counter() < renewed_at:
             time.sleep(0.00002)
@@ -416,18 +416,18 @@ class Decode:
 
 
 class Remote:
-    """An object that `make(*args)` creates in a process of its own.
+    """A proxy for an object in another process, which `make(*args)` creates there.
 
     The object must have a method `close`.
 
     Raises:
-        RuntimeError: `make` or a called method raised an error in that process, or the
-            process did not answer.
+        RuntimeError: the other process did not answer, or `make` or a called method
+            raised an error in it.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Importing torch takes seconds. The fork server imports it once for all
+        # Importing torch takes seconds, so the fork server imports it once for all
         # processes.
         context.set_forkserver_preload(["torch"])
         self._process = context.Pool(1, _create_object, (make, *args))
@@ -473,8 +473,8 @@ def _call(method: str, *args: Any) -> tuple[str, Any]:
     """Call a method of this process's object.
 
     Returns:
-        The error as text ("" if there is none), and the result. The error is text
-        because not all exceptions can be pickled.
+        The error as text ("" if there is none), and the result. Text is used because
+        some exceptions cannot be pickled.
     """
     try:
         if isinstance(_object, Exception):

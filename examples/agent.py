@@ -1,4 +1,4 @@
-"""An agent on Anthropic's client: python agent.py [QUESTION].
+"""An agent with Anthropic's client library: python agent.py [QUESTION].
 
 The model calls functions of this program until it can answer.
 """

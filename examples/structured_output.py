@@ -1,6 +1,7 @@
 """Gets an answer that matches a schema: python structured_output.py [QUESTION].
 
-The server admits only tokens that the schema allows, so every answer can be parsed.
+The server samples only tokens that the schema allows, so every complete answer can be
+parsed.
 """
 
 import os

@@ -1,13 +1,14 @@
-"""How accurate the advice is on this host: predicted against measured goodput.
+"""Measures the accuracy of the advice on this host: predicted and measured goodput.
 
     python -m benchmarks.advice.accuracy --model MODEL --servers 4
 
 The constants of the host are measured once. Ten loads follow: five mixtures of prompts,
 answers and conversations, each at two shares of the rate that replicas can serve. For
-each load, the best replicas and the best split are predicted, and then run twice. The
-recommended deployment is right if its mean goodput is the higher one, or if the two
-tie: the ranges of their runs overlap, or almost as many requests are within the SLO
-with one as with the other. The last line of output is JSON.
+each load, the program predicts the best replicas and the best split, and then runs both
+twice. The recommendation is right if the recommended deployment has the higher mean
+goodput, or if the two deployments tie. They tie if the goodput ranges of their runs
+overlap, or if almost equal shares of their requests are within the SLO. The last line
+of output is JSON.
 """
 
 import argparse
@@ -61,7 +62,8 @@ _LOADS = (0.5, 0.75)  # shares of the rate that replicas can serve
 _SATURATING_REQUESTS = 96
 _MAX_REQUESTS = 1000
 _UNLIMITED = Slo()
-# A request may take this many times as long as on an idle host with one stream.
+# The limits of the SLO are these multiples of the latencies of a single session, times
+# the slowdown of decode steps while all servers are busy.
 _TTFT_FACTOR = 3.0
 _ITL_FACTOR = 3.0
 
@@ -95,7 +97,7 @@ def _mixed(rng: random.Random, scale: int) -> Session:
 
 
 def _agent(rng: random.Random, scale: int) -> Session:
-    """Three turns behind one of four system prompts of 256 tokens."""
+    """Three turns. The first begins with one of four system prompts of 256 tokens."""
     system = rng.randrange(4)
     blocks = tuple(range(100 * system, 100 * system + 4))
     first = Turn(scale * (4 * BLOCK_TOKENS + 64), 24, blocks)
@@ -103,8 +105,8 @@ def _agent(rng: random.Random, scale: int) -> Session:
     return Session(0.0, (first, later, later))
 
 
-# Lengths of prompts are for steps of USUAL_STEP_TOKENS prompt tokens, as on a CPU. If
-# steps are larger by a factor, as on a GPU, prompts are longer by this factor.
+# The prompt lengths are for steps of USUAL_STEP_TOKENS prompt tokens, as on a CPU. If
+# steps are larger by a factor, as on a GPU, prompts are longer by the same factor.
 MIXES: dict[str, Mix] = {
     "512 + 16": _equal(512, 16),
     "128 + 64": _equal(128, 64),
@@ -115,7 +117,7 @@ MIXES: dict[str, Mix] = {
 
 
 def cases(constants: HostConstants, num_servers: int, duration_s: float) -> list[Case]:
-    """Return the loads, with rates and limits that suit the host."""
+    """Return the ten loads, with arrival rates and SLOs that suit the host."""
     listed: list[Case] = []
     scale = max(1, constants.times.step_tokens // USUAL_STEP_TOKENS)
     for mix_name, make_session in MIXES.items():
@@ -136,7 +138,7 @@ def cases(constants: HostConstants, num_servers: int, duration_s: float) -> list
 def saturated_rate(
     constants: HostConstants, num_servers: int, workload: Workload
 ) -> float:
-    """Return the sessions per second that replicas complete if all arrive at once."""
+    """Return the sessions per second of saturated replicas: all arrive at once."""
     sessions = workload.sessions[:_SATURATING_REQUESTS]
     burst = replace(workload, sessions=sessions)
     replicas = deployments(num_servers)[0]
@@ -146,7 +148,7 @@ def saturated_rate(
 
 
 def _slo(constants: HostConstants, workload: Workload) -> Slo:
-    """Return limits that are multiples of the latencies on an idle host."""
+    """Return limits that are multiples of the latencies of a single session."""
     replicas = deployments(constants.num_servers)[0]
     ttfts_s = []
     itls_s = []
@@ -167,7 +169,10 @@ def measure_cases(
     options: ServerOptions,
     chosen: Sequence[tuple[Case, list[Prediction]]],
 ) -> dict[str, list[Measured]]:
-    """Run the predicted deployments of all cases; servers start once per split."""
+    """Run the predicted deployments of all cases.
+
+    Deployments with equal numbers of prefill and decode servers use the same servers.
+    """
     runs: dict[tuple[str, str], list[Run]] = {}
     splits = {
         (each.deployment.prefills, each.deployment.decodes)
@@ -183,8 +188,8 @@ def measure_cases(
         ]
         with running_servers(options, prefills, decodes) as servers:
             connect_servers(servers)
-            # The two runs of a case are far apart, so a disturbance of the host does
-            # not hit both.
+            # All cases run once before the second runs begin. A short disturbance of
+            # the host therefore does not affect both runs of a case.
             for number, (case, prediction) in itertools.product(
                 range(NUM_RUNS), of_split
             ):
@@ -221,7 +226,7 @@ def _line(predicted: Prediction, run: Run) -> str:
 
 
 def is_right(results: Sequence[Measured]) -> bool:
-    """Return whether the recommended deployment won the real runs, or tied."""
+    """Return whether the recommended deployment won the real runs, or the runs tie."""
     best = max(results, key=lambda result: result.goodput)
     recommendation = recommended([result.predicted for result in results])
     (chosen,) = (each for each in results if each.predicted is recommendation)
@@ -231,8 +236,8 @@ def is_right(results: Sequence[Measured]) -> bool:
 def is_tie(results: Sequence[Measured]) -> bool:
     """Return whether the real runs show no winner.
 
-    Requests arrive at given times. So if as many are within the SLO with both, their
-    goodputs differ only by the time of the last answer.
+    Both deployments receive the requests at the same times. If equal shares of the
+    requests meet the SLO, the goodputs differ only because the runs differ in length.
     """
     first, second = results
     shares = [first.share, second.share]
@@ -241,7 +246,7 @@ def is_tie(results: Sequence[Measured]) -> bool:
 
 
 def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
-    """Return the accuracy over all cases.
+    """Return the figures of accuracy over all cases.
 
     Args:
         measured: the results of each case by its name.

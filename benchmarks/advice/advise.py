@@ -1,4 +1,4 @@
-"""`baton bench advise`: replicas or a prefill/decode split, for one's own traffic."""
+"""`baton bench advise`: recommends replicas or a prefill/decode split for a trace."""
 
 import argparse
 import json
@@ -89,7 +89,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     device = args.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     words = tuple(args.server_options.split())
     if device == "cpu" and not any(word.startswith("--threads") for word in words):
-        # More threads than cores would wait for each other.
+        # If all servers together had more threads than cores, threads would wait
+        # for each other.
         words = (*words, f"--threads={max(1, available_cores() // args.servers)}")
     devices: tuple[int, ...] = ()
     if args.devices is not None:
@@ -112,7 +113,9 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def constants_of(args: argparse.Namespace, options: ServerOptions) -> HostConstants:
-    """Return the constants of --constants, or measure them.
+    """Read the constants from the file of --constants, or measure them on this host.
+
+    Write them to the file of --save-constants, if this option is given.
 
     Raises:
         BenchError: the file is invalid, or servers could not be started.
@@ -138,12 +141,12 @@ def check_lengths(
     """Raise BenchError if a request is too long for the model.
 
     Args:
-        length_scale: by which the lengths of the trace were multiplied.
+        length_scale: factor by which the lengths of the trace were multiplied.
     """
     longest = workload.longest_prompt
     if longest > constants.max_model_len:
         scale = length_scale * constants.max_model_len / longest
-        # Rounded down, because lengths are rounded up to whole tokens.
+        # Round down, because `scaled` may round lengths up to whole tokens.
         digits = 1 - math.floor(math.log10(scale))
         scale = math.floor(scale * 0.98 * 10**digits) / 10**digits
         raise BenchError(
@@ -189,7 +192,7 @@ def _recommendation(
 
 
 def print_verification(measured: Sequence[Measured]) -> None:
-    """Print predictions and measurements side by side, and which deployment won."""
+    """Print predicted and measured goodputs side by side, and the winner."""
     print(
         "deployment                   predicted/s  measured/s            runs   error"
     )

@@ -1,27 +1,26 @@
 """Measures the constants of this host with real servers and short runs.
 
-Everything is measured as a client sees it, through the proxy, so that the constants
-contain what HTTP and the proxy add. All servers of a deployment run while one of them
-is measured, as they do later.
+A client measures through a proxy, so that the constants include the time of HTTP and of
+the proxy. As in a real deployment, all servers run, even while only one is measured.
 
-With complete servers:
+With complete servers, the module measures:
 
-1. Steps: streams on one server, few and many, with short and long contexts.
-2. Prompts of several lengths on one idle server.
-3. Requests of one server at a time: the processor time outside of its engine.
-4. Streams and prompts on several servers at the same time: how much the servers slow
-   each other down. On a GPU also prompts on some servers and streams on the others,
-   because a GPU does not divide its time equally between the two.
-5. Loads that saturate all servers (saturation.py).
+1. The durations of steps on one server: with few and many streams, and with short and
+   long contexts.
+2. The durations of prompts of several lengths on one idle server.
+3. The processor time of a request outside of the engine, on one server.
+4. The slowdown of several servers that all decode, or that all compute prompts. On a
+   GPU, also the slowdown of servers that decode while others compute prompts, because
+   a GPU does not divide its time equally between the two.
+5. The durations of loads that saturate all servers (saturation.py).
 
-With each split into prefill and decode servers:
+With servers that are split into prefill and decode servers, it measures:
 
-6. Prompts through a prefill and a decode server: the hand-over of KV. One split is
-   enough for this.
-7. Loads that saturate all servers.
+6. The delay of a KV hand-over from a prefill to a decode server, in one split only.
+7. The durations of loads that saturate all servers, in each split.
 
-Complete servers cannot replace prefill and decode servers here, because a proxy sends
-both legs to servers that take both.
+Complete servers cannot show the delay of a hand-over: a proxy sends both legs of a
+request to the same complete server.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ _PAIR = split(1, 1, "always")
 
 
 def measure_constants(options: ServerOptions, num_servers: int) -> HostConstants:
-    """Start servers on this host, and measure its constants.
+    """Start servers on this host, and measure the constants of the host.
 
     Raises:
         BenchError: a server could not be started, or a request failed.
@@ -141,7 +140,7 @@ def _measure_complete_servers(
 async def _measure(
     endpoints: Sequence[Endpoint], step_tokens: int, *, shares_processors: bool
 ) -> tuple[EngineTimes, int, float]:
-    """Return the times, the longest context, and the seconds of the probe."""
+    """Return the times, the maximum context length, and the seconds of the probe."""
     pids = [pid for endpoint in endpoints for pid in endpoint.pids]
     async with AsyncExitStack() as stack:
         singles = [await connect(stack, endpoint) for endpoint in endpoints]
@@ -163,7 +162,7 @@ async def _engine_times(
     *,
     shares_processors: bool,
 ) -> EngineTimes:
-    """Measure the times of one server while the others are idle."""
+    """Measure the times of one server while all other servers are idle."""
     decode_samples = []
     shapes = [(count, SHORT_PROMPT) for count in _STREAM_COUNTS]
     shapes.append((SHARED_STREAMS, measurements.long_context))
@@ -224,8 +223,9 @@ async def _with_mixed_slowdowns(
 ) -> EngineTimes:
     """Measure how much streams and prompts of different servers slow each other down.
 
-    It is measured on a GPU only. On a CPU, all tasks count alike, and the corrections
-    of saturated servers (saturation.py) contain the difference.
+    Only a GPU is measured. On a CPU, the simulation assumes that the slowdown does not
+    depend on the kinds of the other tasks. The corrections of saturated servers
+    (saturation.py) contain the error of this assumption.
     """
     if times.shares_processors:
         return times
@@ -270,8 +270,8 @@ async def _measure_handoff(
     pair_endpoint: Endpoint,
     pids: Sequence[int],
 ) -> EngineTimes:
-    """Measure what a hand-over adds to the first and to the second token, and its
-    processor time.
+    """Measure the delays that a hand-over adds before the first and before the second
+    token, and the processor time of a hand-over.
     """
     times = constants.times
     measurements = Measurements(constants.max_model_len, pids, times.step_tokens)
@@ -291,7 +291,7 @@ async def _measure_handoff(
             step_s = max(step_s - times.step_s - times.sequence_s, 0.0)
     (ttft_s, gap_s), (_, long_gap_s) = delays
     sent_token_s = max(long_gap_s - gap_s, 0.0) / (lengths[1] - lengths[0])
-    # `step_s` is simulated as a part of a step, so it is no part of the transfer.
+    # The simulation adds `step_s` to a step, so the transfer must not contain it.
     sent_s = gap_s - lengths[0] * sent_token_s - step_s
     return replace(
         times,
@@ -304,7 +304,7 @@ async def _measure_handoff(
 
 
 async def _read_capacity(server_url: str) -> tuple[int, int]:
-    """Return the tokens that fit in a server's KV cache, and its block size."""
+    """Return the capacity of a server's KV cache and its block size, both in tokens."""
     async with open_session(server_url, _TIMEOUT_S, None) as session:
         async with session.get("/metrics") as response:
             gauges = parse_samples(await response.text(), "gauge")
@@ -313,7 +313,7 @@ async def _read_capacity(server_url: str) -> tuple[int, int]:
 
 
 def _target_s(settings: DecodeSettings, device: str) -> float | None:
-    """Return the target for the time between tokens; None: there is no target."""
+    """Return the target time between tokens; None if the servers have no target."""
     return settings.itl_target_s or settings.usual_itl_target_for(device)
 
 

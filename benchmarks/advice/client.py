@@ -1,4 +1,4 @@
-"""Requests with random prompts, and the processor time that they take."""
+"""A client that sends random prompts and measures latencies and processor time."""
 
 import asyncio
 import math
@@ -19,20 +19,23 @@ from benchmarks.bench.prompts import FIRST_TOKEN_ID
 _TIMEOUT_S = 300.0
 _VOCABULARY = 256
 _PROBES = 3
-# Multiples of these, without their integral parts, spread evenly from 0 to 1.
+# The fractional parts of the multiples of each number are spread evenly over 0 to 1.
 _RATIOS = (math.sqrt(2), math.sqrt(5))
 
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Requests with prompts that no server has cached.
+    """A load in which the end of a request starts the next request.
+
+    No server has cached the prompts.
 
     Attributes:
         prompt_tokens: mean length of the prompts.
         output_tokens: mean length of the answers.
-        in_flight: requests at the same time; each end begins the next one.
-        is_mixed: whether lengths are from half to one and a half of the means.
-            Requests of equal lengths may run in lockstep, which real loads do not.
+        count: total number of requests.
+        in_flight: number of concurrent requests.
+        is_mixed: True if lengths vary from 0.5 to 1.5 times the means. Requests of
+            equal lengths may run in lockstep, unlike those of real loads.
     """
 
     prompt_tokens: int
@@ -42,7 +45,7 @@ class ClosedLoop:
     is_mixed: bool = False
 
     def lengths(self, index: int) -> tuple[int, int]:
-        """Return the tokens of a prompt and of its answer."""
+        """Return the lengths of a prompt and of its answer, in tokens."""
         if not self.is_mixed:
             return self.prompt_tokens, self.output_tokens
         factors = (0.5 + index * ratio % 1.0 for ratio in _RATIOS)
@@ -56,12 +59,13 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class Client:
-    """A proxy in front of one server, or of a pair.
+    """A client of a proxy.
 
     Attributes:
-        pids: the processes with the work of a request outside of engines: the proxy and
-            the HTTP processes of servers.
-        engine_pids: the engine of a pair's decode server.
+        pids: processes that work for a request outside of engines: the proxy and the
+            HTTP processes of servers. Empty if their work is not measured.
+        engine_pids: processes of the decode server's engine, if the proxy is in front
+            of a prefill server and a decode server.
     """
 
     url: str
@@ -104,7 +108,7 @@ class Client:
         return timeline
 
     async def send_loop(self, loop: ClosedLoop, seed: int) -> float:
-        """Send a closed loop of requests. Return the seconds that they took."""
+        """Send a closed loop of requests. Return the seconds until all have ended."""
         slots = asyncio.Semaphore(loop.in_flight)
 
         async def send(index: int) -> None:
@@ -117,7 +121,7 @@ class Client:
 
 
 class Endpoint(NamedTuple):
-    """The address of a proxy, `Client.pids`, and `Client.engine_pids`."""
+    """The URL of a proxy, and the values of `Client.pids` and `Client.engine_pids`."""
 
     url: str
     pids: tuple[int, ...]
@@ -139,7 +143,11 @@ async def connect(stack: AsyncExitStack, endpoint: Endpoint) -> Client:
 
 
 async def probe_s(client: Client, seed: int) -> float:
-    """Return the seconds of a fixed small load: a prompt and a few tokens, repeated."""
+    """Run the probe, which shows how fast the host is.
+
+    The probe sends three small requests, one after the other. The result is the median
+    of their seconds.
+    """
     seconds = []
     for index in range(_PROBES):
         timeline = await client.send(128, 16, seed * _PROBES + index)
@@ -148,7 +156,7 @@ async def probe_s(client: Client, seed: int) -> float:
 
 
 async def probe_url(url: str) -> float:
-    """Return the seconds of the load of `HostConstants.probe_s` at an endpoint."""
+    """Run the probe at an endpoint, and return its seconds."""
     async with AsyncExitStack() as stack:
         client = await connect(stack, Endpoint(url, ()))
         return await probe_s(client, int(time.time()))

@@ -1,4 +1,4 @@
-"""The constants of a host: what `baton bench advise` measures, saves and reads."""
+"""The constants of a host, which `baton bench advise` measures, saves and reads."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -22,15 +22,15 @@ class Correction:
     measurements predict.
 
     Attributes:
-        request: factor for what each request needs once, such as its prompt.
-        step: factor for what each step needs.
+        request: factor for the times that occur once per request, such as its prompt.
+        step: factor for the times that occur in every step.
     """
 
     request: float = 1.0
     step: float = 1.0
 
     def apply(self, times: EngineTimes) -> EngineTimes:
-        """Return times with both factors applied."""
+        """Return `times` with both factors applied."""
         return replace(
             times,
             token_s=times.token_s * self.request,
@@ -48,18 +48,20 @@ class Correction:
 
 @dataclass(frozen=True)
 class HostConstants:
-    """Times of one server of this host with one model.
+    """Times and limits of one server with one model, measured on one host.
 
     Attributes:
-        num_servers: servers that ran when the slowdowns were measured.
+        num_servers: number of servers with which the slowdowns were measured.
         options: options of the servers, such as --threads=1.
-        max_model_len: longest prompt and answer together (tokens).
-        split_target_s: target time between tokens of decode servers that have prefill
-            servers; None: prompts are not limited.
-        replica_target_s: the same for complete servers.
-        probe_s: seconds of a fixed small load, which shows later whether the host has
-            become slower.
-        corrections: by `Deployment.arrangement`, for those of `arrangements`.
+        max_model_len: maximum length of a prompt together with its answer (tokens).
+        split_target_s: target time between tokens of the decode servers of a split;
+            None: no target limits the prompt tokens of a step.
+        replica_target_s: target time between tokens of complete servers; None: there is
+            no such target.
+        probe_s: seconds of a fixed small load. If this load takes longer in a later
+            measurement, the host has become slower.
+        corrections: the Correction of each deployment that `arrangements` returns, by
+            `Deployment.arrangement`.
     """
 
     model: str
@@ -77,8 +79,9 @@ class HostConstants:
     def times_of(self, deployment: Deployment) -> EngineTimes:
         """Return the times of a server of this deployment.
 
-        A split that was not measured gets the correction of the most similar one. There
-        is no correction if the constants are those of another number of servers.
+        A split that was not measured gets the correction of the measured split with the
+        closest number of prefill servers. No correction applies if the constants were
+        measured with a different number of servers.
         """
         num_servers = deployment.prefills + deployment.decodes
         measured = [

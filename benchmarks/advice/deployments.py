@@ -7,11 +7,13 @@ from proxy.placement.load_tracker import Disaggregate, Routing
 
 @dataclass(frozen=True)
 class Deployment:
-    """A number of servers, and the proxy's policy.
+    """The numbers of servers of each kind, and the options of the proxy.
 
     Attributes:
-        prefills: prefill servers; 0: all servers are complete servers (replicas).
-        pulls: whether servers pull KV of prompts from each other.
+        prefills: number of prefill servers; 0: all servers are complete servers
+            (replicas).
+        decodes: number of decode servers, or of replicas.
+        pulls: whether a server may pull cached KV of a prompt from another server.
     """
 
     name: str
@@ -23,7 +25,7 @@ class Deployment:
 
     @property
     def arrangement(self) -> str:
-        """The numbers of servers of each kind, as text."""
+        """The numbers of servers as text, such as "4 replicas" or "1P3D"."""
         if not self.is_split:
             return f"{self.decodes} replicas"
         return f"{self.prefills}P{self.decodes}D"
@@ -46,7 +48,7 @@ class Deployment:
 
 
 def deployments(num_servers: int) -> list[Deployment]:
-    """Return all deployments of this number of servers."""
+    """Return all deployments of this number of servers, the simplest first."""
     listed = [
         _replicas(num_servers, "round_robin", pulls=False),
         _replicas(num_servers, "auto", pulls=True),
@@ -60,10 +62,11 @@ def deployments(num_servers: int) -> list[Deployment]:
 
 
 def arrangements(num_servers: int) -> list[Deployment]:
-    """Return the simplest deployment of replicas, and that of a few splits.
+    """Return the deployments for which corrections are measured.
 
-    The splits have one prefill server, one decode server, or equal numbers of both. Any
-    other split is corrected like the nearest of them.
+    These are the simplest replicas, and the splits with one prefill server, with one
+    decode server, and with equal numbers of both. All other splits use the correction
+    of the most similar of these splits.
     """
     numbers = sorted({1, num_servers // 2, num_servers - 1})
     splits = [split(number, num_servers - number, "always") for number in numbers]

@@ -1,7 +1,7 @@
 """Fits the times of an engine to measured steps and prompts.
 
-All terms of a fit are times, so no coefficient is negative. The squares are those of
-relative errors: a long step does not outweigh many short ones.
+All terms of a fit are times, so no coefficient may be negative. A fit minimizes the
+squares of relative errors, so that a long step does not outweigh many short steps.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 _MIN_TOKEN_S = 1e-9
-# n tasks that share a device take n times as long, and a little longer because they
-# share caches. A larger factor than this comes from other programs.
+# Each of n tasks that share a device takes n times as long, and a little longer because
+# the tasks share caches. A slowdown above n times this factor is due to other programs.
 _MAX_OVERHEAD = 1.25
 
 
@@ -19,7 +19,7 @@ class DecodeSample(NamedTuple):
     """The mean duration of steps without prompts.
 
     Attributes:
-        context_tokens: tokens of KV of all streams.
+        context_tokens: tokens of KV of all streams together.
     """
 
     streams: int
@@ -35,7 +35,7 @@ class PromptSample(NamedTuple):
 
 
 class DecodeFit(NamedTuple):
-    """Seconds of a step: per step, per stream, and per token of KV."""
+    """The terms of a step's time (s): per step, per stream, per token of KV."""
 
     step_s: float
     sequence_s: float
@@ -43,7 +43,7 @@ class DecodeFit(NamedTuple):
 
 
 class PromptFit(NamedTuple):
-    """Seconds of a prompt: per request, per token, and per pair of tokens."""
+    """The terms of a prompt's time (s): per request, per token, per pair of tokens."""
 
     request_s: float
     token_s: float
@@ -51,7 +51,7 @@ class PromptFit(NamedTuple):
 
 
 class DeliveryFit(NamedTuple):
-    """Seconds to deliver the tokens of a step: per step, and per token."""
+    """Processor seconds to deliver the tokens of a step: per step, and per token."""
 
     step_s: float
     token_s: float
@@ -70,7 +70,8 @@ def fit_prompts(
 
     Args:
         step_s: fixed time of each step.
-        step_tokens: prompt tokens of a step; longer prompts take several steps.
+        step_tokens: maximum prompt tokens of a step. A longer prompt takes several
+            steps.
     """
     rows = []
     seconds = []
@@ -80,7 +81,8 @@ def fit_prompts(
         seconds.append(max(sample.seconds - num_steps * step_s, 0.1 * sample.seconds))
     fit = PromptFit(*_fit(rows, seconds))
     if not fit.token_s:
-        # Every token takes time. Too few or too noisy samples do not show more terms.
+        # Every token takes time, so a coefficient of 0 means that the samples are too
+        # few or too noisy for three terms. Fit two terms instead.
         request_s, token_s = _fit([row[:2] for row in rows], seconds)
         fit = PromptFit(request_s, max(token_s, _MIN_TOKEN_S), 0.0)
     return fit
@@ -90,20 +92,20 @@ def fit_deliveries(samples: Sequence[tuple[int, float]]) -> DeliveryFit:
     """Fit the processor time to deliver the tokens of a step.
 
     Args:
-        samples: numbers of tokens, and seconds.
+        samples: pairs of the number of tokens in a step, and the seconds.
     """
     rows = [(1.0, tokens) for tokens, _ in samples]
     return DeliveryFit(*_fit(rows, [max(seconds, 1e-6) for _, seconds in samples]))
 
 
 def fit_slowdowns(seconds: Sequence[float], work_s: float) -> tuple[float, ...]:
-    """Return how much 1, 2, .. tasks at once slow each other down.
+    """Return the factors by which 1, 2, .. concurrent tasks slow each other down.
 
     Args:
-        seconds: durations of the same task while 1, 2, .. servers do it all the time.
-        work_s: processor time that each of these tasks also needs outside of its
-            engine, and that slows the engines down; 0: it does not. Together with this
-            work, a busy server counts as one to two tasks.
+        seconds: durations of a task while 1, 2, .. servers run such tasks all the time.
+        work_s: processor time that a task needs outside of its engine; 0 if this work
+            does not slow the engines down. A server that runs tasks all the time counts
+            as 1 to 2 concurrent tasks, depending on the share of this work.
     """
     factors: list[float] = []
     for value in seconds:
@@ -112,7 +114,8 @@ def fit_slowdowns(seconds: Sequence[float], work_s: float) -> tuple[float, ...]:
     num_servers = len(factors)
     max_tasks = num_servers
     if work_s:
-        # Each server has at most a task of its engine and one of its frontend.
+        # A server has at most two concurrent tasks: one of its engine, and one of its
+        # frontend.
         max_tasks = 2 * num_servers
         tasks_per_server = 1 + min(work_s / seconds[0], 1.0)
         counts = [tasks_per_server * (index + 1) for index in range(num_servers)]
@@ -129,7 +132,7 @@ def fit_slowdowns(seconds: Sequence[float], work_s: float) -> tuple[float, ...]:
 
 
 def fit_mixed_slowdowns(seconds: Sequence[float], alone_s: float) -> tuple[float, ...]:
-    """Return how much 0, 1, 2, .. tasks of another kind slow a task down.
+    """Return the slowdown of a task by 0, 1, 2, .. concurrent tasks of another kind.
 
     The factors have no upper limit: a device may give most of its time to one kind.
 
@@ -144,9 +147,10 @@ def fit_mixed_slowdowns(seconds: Sequence[float], alone_s: float) -> tuple[float
 
 
 def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return the coefficients with the least relative squares, none of them negative.
+    """Return the coefficients that minimize the squares of the relative errors.
 
-    Terms with a negative coefficient are left out, the most negative one first.
+    No coefficient is negative: the term with the most negative coefficient is left out,
+    and the fit is repeated. The coefficient of a term that is left out is 0.
     """
     weights = 1 / np.asarray(seconds, dtype=np.float64)
     matrix = np.asarray(rows, dtype=np.float64) * weights[:, None]

@@ -13,22 +13,22 @@ from benchmarks.bench.endpoint import Timeline
 from benchmarks.bench.errors import BenchError
 
 SHORT_PROMPT = 16
-# Streams of each server, and tokens of each prompt (for steps with USUAL_STEP_TOKENS),
-# with which the slowdown of several servers is measured.
+# The load of each server while the slowdown of several servers is measured: this number
+# of streams, or prompts of this length (tokens, for steps of USUAL_STEP_TOKENS).
 SHARED_STREAMS = 4
 _SHARED_PROMPT = 256
-_PROMPTS_IN_FLIGHT = 2  # of each server, so that its engine does not wait for requests
-_SHARED_PROMPTS = 8  # of each server
+_PROMPTS_IN_FLIGHT = 2  # per server, so that its engine does not wait for requests
+_SHARED_PROMPTS = 8  # per server
 _DECODE_TOKENS = 32
-# Length of the answers of streams while other servers compute prompts: several prompts
-# take less time than such an answer.
+# Length of the answers of streams while other servers compute prompts. Such an answer
+# takes longer than several prompts.
 _MIXED_TOKENS = 160
-# Lengths of prompts where a step has 512 prompt tokens, as on a CPU. If steps are
-# larger by a factor, as on a GPU, prompts are longer by this factor.
+# The prompt lengths are for steps of USUAL_STEP_TOKENS prompt tokens, as on a CPU. If
+# steps are larger by a factor, as on a GPU, prompts are longer by the same factor.
 _PROMPT_LENGTHS = (32, 128, 512, 1536)
 _LONG_CONTEXT = 1024
 _REPEATS = 5
-# Requests with which processor time is measured, and how many of them are in flight.
+# Number of requests with which processor time is measured, and of those in flight.
 _WORK_REQUESTS = 24
 _WORK_IN_FLIGHT = 4
 
@@ -38,7 +38,7 @@ class Measurements:
 
     Args:
         max_model_len: longest prompt and answer of the model together (tokens).
-        pids: the servers and proxies.
+        pids: processes of the measured servers and proxies.
         step_tokens: maximum prompt tokens of a step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Measurements:
         self, max_model_len: int, pids: Sequence[int], step_tokens: int
     ) -> None:
         self._pids = pids
-        self._seed = int(time.time())  # no prompt is cached from an earlier run
+        self._seed = int(time.time())  # so that earlier runs have cached no prompt
         scale = max(1, step_tokens // USUAL_STEP_TOKENS)
         limit = max_model_len - _DECODE_TOKENS
         if limit < scale * _PROMPT_LENGTHS[1]:
@@ -66,8 +66,10 @@ class Measurements:
 
     @property
     def handoff_lengths(self) -> tuple[int, int]:
-        """The two lengths of prompts whose hand-over is measured. The transfer of the
-        shortest prompt takes little time, so it is left out if there are two others.
+        """The two prompt lengths with which hand-overs are measured.
+
+        The shortest length is left out if there are two longer ones, because the
+        transfer of a short prompt takes little time.
         """
         return self.lengths[min(1, len(self.lengths) - 2)], self.lengths[-1]
 
@@ -104,7 +106,7 @@ class Measurements:
         return await self._typical(once)
 
     async def shared_prompt_s(self, clients: Sequence[Client]) -> float:
-        """Return the time per prompt while each server computes one after another."""
+        """Return the time per prompt while all servers compute prompts continuously."""
 
         async def once() -> float:
             runs = [
@@ -119,8 +121,8 @@ class Measurements:
         return await self._typical(once)
 
     async def mixed_decode_s(self, client: Client, others: Sequence[Client]) -> float:
-        """Return the mean duration of the steps of `client` with SHARED_STREAMS streams
-        while `others` compute prompts.
+        """Return the mean duration of a server's decode steps with SHARED_STREAMS
+        streams, while the servers of `others` compute prompts.
         """
 
         async def once() -> float:
@@ -130,8 +132,8 @@ class Measurements:
         return await self._typical(once)
 
     async def mixed_prompt_s(self, client: Client, others: Sequence[Client]) -> float:
-        """Return the time per prompt of `client` while `others` have SHARED_STREAMS
-        streams each.
+        """Return the time per prompt of a server, while each server of `others` decodes
+        SHARED_STREAMS streams.
         """
 
         async def once() -> float:
@@ -143,8 +145,8 @@ class Measurements:
     async def _mixed_once_s(
         self, prompt_clients: Sequence[Client], decode_clients: Sequence[Client]
     ) -> tuple[float, float]:
-        """Return the mean duration of steps and the time per prompt while some servers
-        have streams and the others compute prompts.
+        """Return the mean duration of decode steps, and the time per prompt, while some
+        servers decode and other servers compute prompts.
         """
         streams = [
             client.send(SHORT_PROMPT, _MIXED_TOKENS, self._next_seed())
@@ -174,7 +176,8 @@ class Measurements:
         """Send prompts one after another. Return the times of their first tokens.
 
         Args:
-            until: no prompt is sent after it is done. At least two prompts are sent.
+            until: a future. When it is done, no further prompt is sent. At least two
+                prompts are sent in any case.
         """
         ends: list[float] = []
         while len(ends) < 2 or not until.done():
@@ -183,8 +186,8 @@ class Measurements:
         return ends
 
     async def request_work_s(self, client: Client, num_outputs: int = 1) -> float:
-        """Return the processor time outside of engines of a request with a short
-        prompt.
+        """Return the processor time that a request with a short prompt needs outside of
+        engines.
         """
 
         async def once() -> float:
@@ -198,7 +201,7 @@ class Measurements:
 
     async def engine_work_s(self, client: Client) -> float:
         """Return the processor time of `Client.engine_pids` for a request with two
-        tokens.
+        output tokens.
         """
 
         async def once() -> float:
@@ -214,7 +217,8 @@ class Measurements:
     async def delivery_work_s(self, client: Client, streams: int) -> float:
         """Return the processor time to deliver the tokens of a step.
 
-        It is what requests need in addition if they get more than one token.
+        The result is the additional processor time of requests with many output tokens,
+        compared with requests with one output token, divided by the additional steps.
         """
 
         async def once() -> float:
@@ -239,7 +243,7 @@ class Measurements:
         num_tokens: int,
         num_outputs: int = 1,
     ) -> float:
-        """Send prompts, `in_flight` at a time. Return the seconds that they took."""
+        """Send prompts, at most `in_flight` concurrently. Return the total seconds."""
         loop = ClosedLoop(num_tokens, num_outputs, count, in_flight)
         seed = self._seed
         self._seed += count
@@ -248,11 +252,12 @@ class Measurements:
     async def handoff_delays_s(
         self, single: Client, pair: Client, length: int
     ) -> tuple[float, float]:
-        """Return what the hand-over of a prompt adds to the first and to the second
-        token.
+        """Return the delays (s) that a hand-over adds before the first token, and
+        between the first and the second token.
 
         Args:
-            single: a server that computes prompts itself.
+            single: client of a server that computes prompts itself.
+            pair: client of a prefill server and a decode server.
         """
         extra_s = []
         gaps_s = []
@@ -261,19 +266,19 @@ class Measurements:
             unpaired = await single.send(length, 4, self._next_seed())
             paired = await pair.send(length, 4, self._next_seed())
             extra_s.append(paired.ttft_s - unpaired.ttft_s)
-            # All tokens of a short answer may arrive in one event.
+            # There is no gap if all tokens of an answer arrived in one event.
             if paired.gaps_s and unpaired.gaps_s:
                 gaps_s.append(paired.gaps_s[0] - unpaired.gaps_s[0])
         return statistics.median(extra_s), statistics.median(gaps_s or [0.0])
 
     async def probe_s(self, client: Client) -> float:
-        """Return the seconds of the probe."""
+        """Run the probe, and return its seconds."""
         return await probe_s(client, self._next_seed())
 
 
 def _mean_step_s(timelines: Sequence[Timeline]) -> float:
     """Return the mean duration of the steps in which all streams generate."""
-    # All tokens of a short answer may arrive in one event.
+    # An answer counts from its second event, or from its only event if it has one.
     begin = max(timeline.token_at[:2][-1] for timeline in timelines)
     end = min(timeline.token_at[-1] for timeline in timelines)
     means = []
@@ -282,11 +287,11 @@ def _mean_step_s(timelines: Sequence[Timeline]) -> float:
         if len(times) > 1:
             means.append((times[-1] - times[0]) / (len(times) - 1))
     if not means:
-        # Streams did not overlap: prompts took longer than all answers.
+        # The streams did not overlap, because prompts took longer than answers.
         means = [timeline.mean_itl_s for timeline in timelines]
     return statistics.mean(means)
 
 
 def mean_context(streams: int, prompt_tokens: int) -> float:
-    """Return the tokens of KV of the streams of `decode_s`, on average."""
+    """Return the mean tokens of KV of all streams while `decode_s` measures."""
     return streams * (prompt_tokens + _DECODE_TOKENS / 2)

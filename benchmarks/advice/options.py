@@ -1,4 +1,4 @@
-"""The options of `baton bench advise`. This module imports nothing that is slow."""
+"""The options of `baton bench advise`. This module must stay fast to import."""
 
 import argparse
 from pathlib import Path
@@ -11,11 +11,12 @@ MAX_SERVERS = 16
 def add_advise_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `baton bench advise` to its parser."""
     parser.description = (
-        "Replicas or a prefill/decode split, for one's own traffic. Measures the "
-        "constants of this host with real servers (or reads them from --constants), "
-        "simulates the trace on every deployment of --servers servers with the proxy's "
-        "own placement, and recommends one. --verify runs the best replicas and the "
-        "best split for real, and prints the error of the predictions."
+        "Recommend replicas or a prefill/decode split for a trace of your own traffic. "
+        "The command measures the constants of this host with real servers (or reads "
+        "them from --constants), simulates the trace on every deployment of --servers "
+        "servers with the proxy's own placement, and recommends one deployment. "
+        "--verify runs the best replicas and the best split for real, and prints the "
+        "error of the predictions."
     )
     add_server_options(parser)
     parser.add_argument(
@@ -49,7 +50,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--devices",
-        help="GPUs that the servers get in turn, such as 0,1 (default: one each)",
+        help="GPUs that are assigned to the servers round-robin, such as 0,1 (default: "
+        "one GPU per server)",
     )
     add(
         "--server-options",

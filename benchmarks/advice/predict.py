@@ -1,6 +1,6 @@
-"""Predicts what a deployment does with a load, by simulating it.
+"""Predicts the latencies and the goodput of a deployment, by simulation.
 
-The requests are placed by the proxy's own code (benchmarks/routers.py).
+The proxy's own code places the simulated requests (benchmarks/routers.py).
 """
 
 import statistics
@@ -23,13 +23,14 @@ NEGLIGIBLE_GAIN = 0.03
 
 
 class Prediction(NamedTuple):
-    """What a deployment is predicted to do, or was measured to do.
+    """The predicted or the measured performance of a deployment.
 
     Attributes:
         goodput: requests per second within the SLO.
         share: share of the requests that are within the SLO.
-        limit_use: the 99th percentile of the largest share of a limit that a request
-            needs. With 0.5, 99 % would also be within an SLO of half of each limit.
+        limit_use: 99th percentile of the requests' `Slo.limit_use`, the largest ratio
+            of a latency to its limit. At 0.5, 99 % of the requests would also meet an
+            SLO with half of each limit. It is 0 in a measured result.
     """
 
     deployment: Deployment
@@ -54,7 +55,7 @@ def predict(
 def simulated_fleet(
     constants: HostConstants, deployment: Deployment, follow_up: FollowUp
 ) -> Fleet:
-    """Return the simulated servers of a deployment, with their router."""
+    """Return the simulated servers and the router of a deployment."""
     times = constants.times_of(deployment)
     num_engines = deployment.prefills + deployment.decodes
     target_s = constants.replica_target_s
@@ -107,16 +108,17 @@ def _prediction(
 
 
 def percentile(sorted_values: Sequence[float], share: float) -> float:
-    """Return the value at a share from 0 to 1.
+    """Return a percentile.
 
     Args:
-        sorted_values: in ascending order, not empty.
+        sorted_values: values in ascending order; at least one.
+        share: the percentile as a share from 0 to 1.
     """
     return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)]
 
 
 def recommended(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the better of the best replicas and the best split; replicas if they tie.
+    """Return the better of the best replicas and the best split; if they tie, replicas.
 
     Args:
         predictions: the simplest deployments first.
@@ -126,9 +128,10 @@ def recommended(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def _simplest(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the simplest deployment with almost the goodput of the best.
+    """Return the simplest deployment with almost the highest goodput.
 
-    Of several splits, the one with the most reserve is returned.
+    If only splits have almost the highest goodput, return the split with the lowest
+    `limit_use`, which is the farthest from violating the SLO.
 
     Args:
         predictions: the simplest deployments first.
@@ -155,7 +158,7 @@ def best_of_each_kind(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def predicts_tie(kinds: Sequence[Prediction]) -> bool:
-    """Return whether the predicted goodputs hardly differ.
+    """Return whether the predicted goodputs differ by less than NEGLIGIBLE_GAIN.
 
     Args:
         kinds: the predictions of `best_of_each_kind`.

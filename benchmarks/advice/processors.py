@@ -1,7 +1,8 @@
 """Processor time of running processes, and of the rest of the host.
 
-Unlike a duration, processor time hardly depends on what else runs on the host.
-Durations are measured several times, with as little as possible from other programs.
+Unlike a duration, processor time hardly depends on the other programs of the host.
+Durations are therefore measured several times, and runs during which other programs
+were busy are ignored if possible.
 """
 
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from protocol.settings.machine import available_cores
 
 # A run is undisturbed if other programs use at most this share of the processors. Runs
-# are repeated until _UNDISTURBED_RUNS were undisturbed, or until the maximum.
+# are repeated until _UNDISTURBED_RUNS were undisturbed, or up to _MAX_RUNS times.
 _MAX_OTHER_SHARE = 0.1
 _UNDISTURBED_RUNS = 3
 _MAX_RUNS = 6
@@ -34,19 +35,22 @@ def _seconds_of(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a server started: the ranks of its engine."""
+    """Return the ids of a server's child processes, which are its engine's ranks."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:  # it has ended
+    except OSError:  # the server has ended
         return []
     return [int(word) for word in text.split()]
 
 
 class OtherPrograms:
-    """The programs of the host that are not measured, from now on.
+    """Measures the processor use of all programs that do not take part in a benchmark.
+
+    The measurement starts when the object is created.
 
     Args:
-        server_pids: the servers and the proxy that are measured, like this program.
+        server_pids: the servers and proxies of the benchmark. These processes, their
+            children and this program do not count as other programs.
     """
 
     def __init__(self, server_pids: Sequence[int]) -> None:
@@ -60,13 +64,13 @@ class OtherPrograms:
         return _busy_seconds_of_host() - processor_seconds(self._pids)
 
     def processors(self) -> float:
-        """Return how many processors these programs have used, on average."""
+        """Return the mean number of processors that other programs have used."""
         elapsed_s = time.monotonic() - self._started_at
         return max(self._seconds() - self._seconds_before, 0.0) / max(elapsed_s, 1e-3)
 
 
 def _busy_seconds_of_host() -> float:
-    """Return the time in which the host's processors were not idle, proc_stat(5)."""
+    """Return the busy time of all processors since the boot; see proc_stat(5)."""
     first_line = Path("/proc/stat").read_text().partition("\n")[0]
     values = [int(word) for word in first_line.split()[1:]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = values[:8]
@@ -75,11 +79,14 @@ def _busy_seconds_of_host() -> float:
 
 
 async def typical_s(pids: Sequence[int], run: Callable[[], Awaitable[float]]) -> float:
-    """Return the median time of undisturbed runs; of all runs if too few were
-    undisturbed, because other programs then run all the time.
+    """Repeat a measurement, and return the median time of the undisturbed runs.
+
+    If too few runs were undisturbed, other programs run all the time. The result is
+    then the median time of all runs.
 
     Args:
-        pids: the processes that are measured.
+        pids: processes of the measured servers and proxies.
+        run: measures once, and returns a time in seconds.
     """
     seconds: list[float] = []
     undisturbed: list[float] = []
@@ -93,5 +100,5 @@ async def typical_s(pids: Sequence[int], run: Callable[[], Awaitable[float]]) ->
 
 
 def is_disturbed(other_processors: float) -> bool:
-    """Return whether the use of processors by other programs makes times too long."""
+    """Return whether other programs use so many processors that they disturb a run."""
     return other_processors > _MAX_OTHER_SHARE * available_cores()

@@ -1,10 +1,10 @@
 """Corrects the times of servers by real runs in which they are saturated.
 
-Single measurements on a host with idle cores miss what servers cost each other: caches,
-switches between threads, and threads of one engine that wait for each other. Each
-arrangement of servers therefore runs two closed loops, one with long prompts and one
-with long answers. Two factors make the simulation of both loops as long as the real
-ones.
+Single measurements on a host with idle cores do not show how busy servers slow each
+other down: they share caches, the host switches between threads, and threads of one
+engine wait for each other. Each arrangement of servers therefore runs two closed loops,
+one with long prompts and one with long answers. Two factors (Correction) are fitted so
+that the simulated loops take as long as the real loops.
 """
 
 import asyncio
@@ -27,28 +27,28 @@ from benchmarks.advice.processors import typical_s
 from benchmarks.advice.servers import RunningServers, running_proxy
 from benchmarks.loads import Request
 
-# Lengths are for steps with this number of prompt tokens, as on a CPU. If steps are
-# larger by a factor, as on a GPU, prompts are longer by this factor.
+# The prompt lengths below are for steps of this number of prompt tokens, as on a CPU.
+# If steps are larger by a factor, as on a GPU, prompts are longer by the same factor.
 USUAL_STEP_TOKENS = 512
 _PROMPTS_LENGTHS = (256, 8)  # tokens of a prompt and of its answer
 _ANSWERS_LENGTHS = (64, 64)
-_IN_FLIGHT = 4  # of each server
-_COUNT = 20  # of each server
+_IN_FLIGHT = 4  # per server
+_COUNT = 20  # requests per server
 _ROUNDS = 4
 _PENALTY = 0.01
-_MAX_LOG = math.log(4.0)  # of a factor
-_LOG_STEP = 0.1  # change of a logarithm with which slopes are measured
+_MAX_LOG = math.log(4.0)  # largest logarithm of a factor
+_LOG_STEP = 0.1  # change of a logarithm for numerical derivatives
 _LOG_STEPS = _LOG_STEP * np.eye(2)
 
 FloatArray = NDArray[np.float64]
-# Returns the seconds of a closed loop with a correction.
+# A function that simulates a closed loop with a correction, and returns its seconds.
 Simulate = Callable[[ClosedLoop, Correction], float]
 
 
 def measured_loops(
     servers: RunningServers, deployment: Deployment, loops: Sequence[ClosedLoop]
 ) -> list[float]:
-    """Return the seconds of closed loops at servers of a deployment.
+    """Run closed loops on the servers of a deployment, and return the seconds of each.
 
     Raises:
         BenchError: the proxy was not ready, or a request failed.
@@ -78,7 +78,7 @@ def closed_loops(constants: HostConstants) -> tuple[ClosedLoop, ClosedLoop]:
 async def _measure_loops(
     url: str, pids: Sequence[int], loops: Sequence[ClosedLoop]
 ) -> list[float]:
-    """Return the seconds of each closed loop at a proxy."""
+    """Run closed loops through a proxy, and return the seconds of each."""
     seconds = []
     seeds = itertools.count(int(time.time()) * 1000, max(loop.count for loop in loops))
     async with AsyncExitStack() as stack:
@@ -127,11 +127,11 @@ def correction_of(
     loops: Sequence[ClosedLoop],
     measured_s: Sequence[float],
 ) -> Correction:
-    """Return the factors with which the simulation takes as long as real servers.
+    """Return the factors with which simulated loops take as long as real loops.
 
     Args:
         loops: the loads of `closed_loops`.
-        measured_s: seconds that they took.
+        measured_s: seconds that these loads took on the real servers.
     """
     name = deployment.arrangement
 
@@ -145,10 +145,10 @@ def correction_of(
 def fit_correction(
     simulate: Simulate, loops: Sequence[ClosedLoop], measured_s: Sequence[float]
 ) -> Correction:
-    """Fit both factors, by Gauss-Newton steps on their logarithms.
+    """Fit both factors of a Correction, by Gauss-Newton steps on their logarithms.
 
-    A factor that hardly changes the durations stays near 1, because a penalty
-    (_PENALTY) on its logarithm outweighs what the loops show.
+    A penalty (_PENALTY) on the logarithms keeps a factor near 1 if the factor hardly
+    changes the simulated durations.
     """
     tried: list[tuple[float, FloatArray]] = []
 
@@ -172,7 +172,8 @@ def fit_correction(
         change = np.linalg.solve(matrix, -slopes.T @ current - _PENALTY * logs)
         logs = np.clip(logs + change, -_MAX_LOG, _MAX_LOG)
     errors(logs)
-    # Durations jump where requests are placed differently, so the last may not be best.
+    # A simulated duration jumps if a small change of a factor leads to a different
+    # placement of requests. The last factors are therefore not always the best.
     _, best = min(tried, key=itemgetter(0))
     return _correction(np.clip(best, -_MAX_LOG, _MAX_LOG))
 

@@ -25,11 +25,12 @@ _STOP_S = 30.0
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of all servers that are started.
+    """The options with which all servers are started.
 
     Attributes:
-        options: such as --threads=1.
-        devices: GPUs that servers get in turn; empty: no --devices.
+        options: further options of the command line, such as --threads=1.
+        devices: GPUs that are assigned to the servers round-robin; empty: servers start
+            without --devices.
         start_timeout_s: time within which all servers have to be ready.
     """
 
@@ -42,7 +43,7 @@ class ServerOptions:
 
 @dataclass
 class RunningServers:
-    """Servers that are ready.
+    """Server processes that were started, with their URLs once they are ready.
 
     Attributes:
         prefills: URLs of prefill servers.
@@ -65,10 +66,12 @@ class RunningServers:
 def running_servers(
     options: ServerOptions, prefills: int, decodes: int
 ) -> Iterator[RunningServers]:
-    """Start servers, and end them when the block ends.
+    """Start servers, wait until they are ready, and stop them when the block ends.
 
     Args:
-        prefills: prefill servers; 0: the decode servers are complete servers.
+        prefills: number of prefill servers; 0: start complete servers instead of decode
+            servers.
+        decodes: number of decode servers or complete servers.
 
     Raises:
         BenchError: a server ended, or was not ready in time.
@@ -109,7 +112,7 @@ class RunningProxy(NamedTuple):
 def running_proxy(
     servers: RunningServers, deployment: Deployment
 ) -> Iterator[RunningProxy]:
-    """Start a proxy in front of servers.
+    """Start a proxy in front of servers, and stop it when the block ends.
 
     Raises:
         BenchError: the proxy ended, or was not ready in time.
@@ -132,10 +135,10 @@ def running_proxy(
 
 
 def connect_servers(servers: RunningServers) -> None:
-    """Let each decode server pull KV from each prefill server.
+    """Let each decode server pull KV from each prefill server, to connect them.
 
-    Otherwise the first requests of a run would wait for these connections, which take
-    seconds on a busy host.
+    Otherwise the first requests of a run would wait until the servers have connected,
+    which takes seconds on a busy host.
 
     Raises:
         BenchError: a proxy was not ready, or a request failed.
@@ -181,10 +184,10 @@ def _start(
 
 
 def _wait_until_ready(url: str, timeout_s: float) -> None:
-    """Wait until a proxy is ready and all of its servers are.
+    """Wait until a proxy and all of its servers are ready.
 
     Raises:
-        BenchError: it was not ready in time.
+        BenchError: the proxy or a server was not ready in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:

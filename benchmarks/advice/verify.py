@@ -25,7 +25,7 @@ from benchmarks.bench.workload import Workload
 
 # Two runs of the same deployment show how much the host changes between runs.
 NUM_RUNS = 2
-# No turn of a conversation begins later than this after the last arrival.
+# No turn of a conversation starts later than this after the last session has arrived.
 _MAX_SESSION_S = 600.0
 
 
@@ -35,9 +35,11 @@ class Run:
 
     Attributes:
         host_slowdown: duration of the probe after the run, divided by its duration when
-            the constants were measured. Above 1, the host has become slower.
-        other_processors: how many processors other programs used during the run.
-        loop_lag_p99_s: how late the load generator was, in seconds.
+            the constants were measured. Above 1, the host has become slower. With a
+            split, the probe may include hand-overs of KV, which also lengthen it.
+        other_processors: mean number of processors that other programs used.
+        loop_lag_p99_s: 99th percentile of the delays of the load generator's event
+            loop (s).
     """
 
     measured: Prediction
@@ -58,7 +60,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """A prediction, and what real runs of the same load gave."""
+    """A prediction, and the real runs of the same deployment with the same load."""
 
     predicted: Prediction
     runs: tuple[Run, ...]
@@ -84,16 +86,16 @@ class Measured:
 
     @property
     def error(self) -> float | None:
-        """The relative error of the predicted goodput; None: nothing met the SLO,
-        although the prediction was that something would.
+        """The relative error of the predicted goodput. None if the measured goodput is
+        0, but the predicted goodput is not.
         """
         if not self.goodput:
             return None if self.predicted.goodput else 0.0
         return self.predicted.goodput / self.goodput - 1
 
     def ties_with(self, other: "Measured") -> bool:
-        """Whether the goodput ranges of the two deployments overlap. If so, their
-        difference may be the variation between runs.
+        """Whether the goodput ranges of the two deployments overlap. If so, the
+        difference of the goodputs may be mere variation between runs.
         """
         return (
             self.goodputs[0] <= other.goodputs[-1]
@@ -122,8 +124,10 @@ def prediction_dict(prediction: Prediction) -> dict[str, Any]:
 
 
 def load_of_run(workload: Workload, seed: int, number: int) -> LoadOptions:
-    """Return the options of a run, which sends all requests, as the prediction does.
-    Each run has its own prompts, because servers have cached those of the runs before.
+    """Return the load options of one run of a deployment.
+
+    The run sends all requests, because the prediction counts all of them. Each run has
+    its own prompts, because servers have cached the prompts of earlier runs.
     """
     return LoadOptions(
         BodyOptions(seed=NUM_RUNS * seed + number),
@@ -140,7 +144,7 @@ def run_deployment(
     slo: Slo,
     probe_s: float,
 ) -> Run:
-    """Start a proxy in front of running servers, and send them the load.
+    """Start a proxy in front of running servers, and send the load through it.
 
     Args:
         probe_s: seconds of the probe when the constants were measured.

@@ -1,13 +1,13 @@
-"""`baton bench`: load on OpenAI endpoints.
+"""`baton bench`: sends load to OpenAI endpoints and measures latencies and goodput.
 
     baton bench --url http://127.0.0.1:8000
     baton bench compare --a http://host-a:8000 --b http://host-b:8000
     baton bench advise --trace FILE --model MODEL --servers 4
 
-The first two write a report (HTML) and a JSON document; the last line of output is the
-document without its requests. A trace is replayed at its own times, or at --rate, and
-requests are due at their time, whether or not earlier ones have ended. Several --url
-get the same load at the same time.
+The first two commands write a report (HTML) and a JSON document. The last line of their
+output is the document without the rows of single requests. A trace is replayed at its
+own times, or at --rate: a request is sent when it is due, whether or not earlier
+requests have ended. Several --url get the same load at the same time.
 """
 
 import argparse
@@ -36,8 +36,8 @@ SUBCOMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that names an unknown option. argparse would take the value of the
-    option for a subcommand, and name that instead.
+    """A parser that names an unknown option in its error. Plain argparse would mistake
+    the option's value for a subcommand, and name the value instead.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of `baton bench`, with those of its subcommands."""
+    """Return the parser of `baton bench`, including the parsers of its subcommands."""
     parser = _Parser(
         prog="baton bench",
         description=__doc__,
@@ -94,7 +94,7 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
             required=True,
             metavar="URL",
             help=f"the endpoints of side {name.upper()}; several are replicas that get "
-            "the requests in turn",
+            "the requests round-robin",
         )
         parser.add_argument(
             f"--{name}-metrics",
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name and words[0] != name:
             raise BenchError(f"options must follow {name}; write baton bench {name} ..")
         if name == "advise":
-            from benchmarks.advice.advise import advise  # slower to import
+            from benchmarks.advice.advise import advise  # slow to import
 
             return advise(args)
         if name == "compare":
@@ -177,7 +177,8 @@ def _run(args: argparse.Namespace, sides: Sequence[Side], metric: str | None) ->
     """Run the load, print the figures and write the report.
 
     Args:
-        metric: what decides which of two sides won; None: nothing is compared.
+        metric: metric that decides which of two sides won; None: sides are not
+            compared.
     """
     slo = bench_options.make_slo(args)
     workload = bench_options.make_workload(args)

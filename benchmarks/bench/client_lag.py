@@ -1,7 +1,7 @@
-"""Measures how late the load generator itself is.
+"""Measures delays of the load generator itself.
 
-A late load generator makes a server look slow: it sends requests after they are due,
-and it reads tokens after they have arrived.
+A load generator that is late makes a server look slow: it sends requests after they are
+due, and it reads tokens some time after they have arrived.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 _INTERVAL_S = 0.01
-# The 99th percentile above which the report warns.
+# The report warns if the 99th percentile of the lags is above this.
 MAX_USUAL_LAG_S = 0.02
 
 
@@ -21,7 +21,7 @@ MAX_USUAL_LAG_S = 0.02
 async def measured_loop_lag() -> AsyncIterator[list[float]]:
     """Measure how late the event loop wakes a sleeping task, while the block runs.
 
-    The list gets one value in seconds per interval.
+    The yielded list gets one lag in seconds per interval.
     """
     lags_s: list[float] = []
     task = asyncio.create_task(_measure(lags_s))
@@ -41,7 +41,7 @@ async def _measure(lags_s: list[float]) -> None:
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return percentiles in ms. All are None if nothing was measured."""
+    """Return percentiles of lags, in ms. All are None if nothing was measured."""
     if not seconds:
         return {"p50": None, "p99": None, "max": None}
     p50, p99, longest = np.percentile(seconds, (50, 99, 100))

@@ -16,7 +16,7 @@ from protocol.settings.near_names import suggestion
 
 _CONNECT_TIMEOUT_S = 30.0
 _KEEPALIVE_S = 1.0  # less than the 5 s after which servers close an idle connection
-_MAX_ERROR_CHARS = 200  # how much of an error without a code the report has
+_MAX_ERROR_CHARS = 200  # the report truncates an error without a code to this length
 _decode_event = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -26,11 +26,11 @@ class Timeline:
 
     Attributes:
         due_at: when the request should have been sent. The time to first token and the
-            total time count from here.
+            total time count from this moment.
         sent_at: when this program began to send the request.
         token_at: the time of each event that carried tokens.
-        text: the answer, without reasoning; only if `keeps_answer`.
-        token_ids: the answer's token ids, if the endpoint returns them; only if
+        text: parts of the answer, without reasoning; empty without `keeps_answer`.
+        token_ids: the answer's token ids, if the endpoint returns them; empty without
             `keeps_answer`.
         kv: the last `baton_kv` object in the stream.
         done: whether the stream ended with [DONE].
@@ -55,7 +55,7 @@ class Timeline:
 
     @property
     def gaps_s(self) -> list[float]:
-        """The times between neighbouring token events."""
+        """The times between consecutive token events."""
         return [b - a for a, b in itertools.pairwise(self.token_at)]
 
     @property
@@ -76,7 +76,7 @@ class Timeline:
 
     @property
     def normalised_s(self) -> float:
-        """The time of the whole request per token of its answer."""
+        """The duration of the whole request, divided by the tokens of its answer."""
         return self.e2e_s / max(self.output_tokens, 1)
 
     def meets(self, slo: Slo) -> bool:
@@ -117,7 +117,7 @@ class Timeline:
 
 
 def _error_name(error: object) -> str:
-    """Return what the report calls the error of an error event."""
+    """Return the name of an error event in the report."""
     if not isinstance(error, dict):
         return str(error)[:_MAX_ERROR_CHARS]
     return str(error.get("code") or error.get("type") or "error event")
@@ -186,7 +186,7 @@ async def get_models(session: aiohttp.ClientSession, url: str) -> list[dict[str,
 async def find_model(
     session: aiohttp.ClientSession, url: str, name: str | None = None
 ) -> dict[str, Any]:
-    """Return the entry of a model; of the first model if `name` is None.
+    """Return the entry of the model `name` in /v1/models; None: of the first model.
 
     Raises:
         BenchError: the endpoint does not serve the model.
@@ -209,9 +209,9 @@ async def stream(
     body: Mapping[str, Any],
     timeline: Timeline,
 ) -> Timeline:
-    """Send one request, and record its stream in `timeline` up to its end.
+    """Send one request, and record its complete stream in `timeline`.
 
-    A failure is recorded in the timeline's `error` and not raised.
+    A failure is recorded as `timeline.error` and not raised.
     """
     try:
         data = msgspec.json.encode(body)

@@ -1,10 +1,10 @@
 """Sends a load to one or several sides at the same time.
 
-A side is one endpoint, or several endpoints that get the requests in turn. Every side
-gets the same sessions at the same times. In an open loop, a session is due at its time,
-whether or not earlier sessions have ended. The latencies of a request that is sent late
-count from its due time. In a closed loop, `concurrency` sessions are in flight at any
-time.
+A side is one endpoint, or several endpoints that get the requests round-robin. Every
+side gets the same sessions at the same times. In an open loop, a session is due at its
+arrival time, whether or not earlier sessions have ended. If a request is sent late, its
+latencies still count from its due time. In a closed loop, `concurrency` sessions are
+always in flight.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ from benchmarks.bench.prompts import Answer, BodyOptions, PromptMaker
 from benchmarks.bench.scrape import increases, scrape_all
 from benchmarks.bench.workload import Session, Workload
 
-TOKEN_ID_OWNERS = ("baton", "vllm")  # servers that return token ids on request
+# Values of `owned_by` in /v1/models of servers that return token ids on request.
+TOKEN_ID_OWNERS = ("baton", "vllm")
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Side:
     """Endpoints that share one load.
 
     Attributes:
-        name: what the report calls the side.
-        urls: requests go to these in turn.
-        metrics_urls: further servers of this side with /metrics to read.
+        name: name of the side in the report.
+        urls: the endpoints, to which requests are sent round-robin.
+        metrics_urls: further servers of this side, to read their /metrics.
     """
 
     name: str
@@ -49,14 +50,15 @@ class Side:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How the load is sent.
+    """The options with which a load is sent.
 
     Attributes:
-        model: None: the first model of each endpoint.
-        concurrency: sessions in flight, at most.
-        warmup: requests to each endpoint before the measurement.
+        model: name of the model; None: the first model of each endpoint.
+        concurrency: maximum number of sessions in flight.
+        warmup: number of requests to each endpoint before the measurement.
         duration_s: no request is sent later than this after the start.
-        drain_s: time that the last requests have to finish after the last arrival.
+        drain_s: longest time from the last arrival until the last requests finish. In
+            closed loops and conversations, this time begins after `duration_s`.
         timeout_s: longest time without data from an endpoint.
     """
 
@@ -91,12 +93,13 @@ class RequestRecord:
 
 @dataclass
 class SideResult:
-    """What one side did.
+    """The result of one side.
 
     Attributes:
-        skipped: requests that were not sent: later turns after a failed turn, or after
-            the end of the duration.
-        counters: the increases of the counters of each server with /metrics.
+        skipped: number of requests that were not sent: turns after a failed turn, and
+            turns that were due after the end of the duration.
+        counters: the increase of each counter of /metrics during the run, by URL and by
+            name.
     """
 
     side: Side
@@ -109,11 +112,11 @@ class SideResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """All sides of a run.
+    """The results of all sides of a run.
 
     Attributes:
-        started_at: `time.perf_counter` at the start; arrivals count from here.
-        loop_lags_s: how late the event loop of this program was.
+        started_at: `time.perf_counter` at the start. Arrival times count from it.
+        loop_lags_s: lags of this program's event loop; see `measured_loop_lag`.
     """
 
     sides: list[SideResult]
@@ -155,10 +158,10 @@ class _SideRun:
         self._first_index = list(itertools.accumulate(counts, initial=0))
 
     async def warm_up(self) -> None:
-        """Send requests one after the other to each endpoint.
+        """Send the warm-up requests to each endpoint, one after the other.
 
         Raises:
-            BenchError: one of them failed.
+            BenchError: a warm-up request failed.
         """
         for endpoint in self.endpoints:
             for number in range(self._options.warmup):
@@ -175,7 +178,7 @@ class _SideRun:
                     )
 
     async def run(self, started_at: float) -> None:
-        """Send all sessions and wait for their ends, or until the time is up."""
+        """Send all sessions. Cancel those that have not ended within `drain_s`."""
         sessions = self._workload.sessions
         if self._workload.is_closed:
             numbers = iter(range(len(sessions)))
@@ -202,7 +205,7 @@ class _SideRun:
         self.records.sort(key=lambda record: record.index)
 
     def _last_start_s(self) -> float:
-        """Return the latest time, from the start, at which a request may be sent."""
+        """Return the latest time at which a request may be sent (s from the start)."""
         sessions = self._workload.sessions
         has_turns = any(len(session.turns) > 1 for session in sessions)
         if self._workload.is_closed or has_turns:
@@ -233,7 +236,7 @@ class _SideRun:
         """Send the turns of a session, one after the other.
 
         Args:
-            due_at: when the first turn is due; None: now.
+            due_at: time at which the first turn is due; None: now.
         """
         session = self._workload.sessions[index]
         end_at = started_at + self._options.duration_s
@@ -314,7 +317,8 @@ async def run_load(
             await run.warm_up()
         urls = [url for side in sides for url in side.scraped_urls]
         before = await scrape_all(urls, options.api_key)
-        # A garbage collection that scans the prompts would lengthen the latencies.
+        # A garbage collection that scans the prompts would lengthen the latencies, so
+        # existing objects are excluded from it.
         gc.collect()
         gc.freeze()
         async with measured_loop_lag() as loop_lags_s:

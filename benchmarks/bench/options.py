@@ -1,4 +1,4 @@
-"""The options of `baton bench` and of `compare`, and the load that they describe."""
+"""The options of `baton bench` and `baton bench compare`, and their load."""
 
 import argparse
 import math
@@ -29,20 +29,22 @@ DEFAULT_SLO = "ttft=1,itl=0.1"
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe the load, its bounds and what is reported."""
+    """Add the options for the load, its limits, the requests and the report."""
     add_bounds(add_trace_options(parser))
     _add_request_options(parser)
     _add_report_options(parser)
 
 
 def add_bounds(group: argparse._ArgumentGroup) -> None:
-    """Add the options that bound the sessions in flight and the time of the last."""
+    """Add --concurrency and --drain-s, which limit the sessions in flight and the
+    time to finish.
+    """
     group.add_argument(
         "--concurrency",
         type=positive,
         help="closed loop: sessions in flight. With --rate or with the times of a "
-        f"trace: the maximum (default: {CLOSED_LOOP_CONCURRENCY}, else "
-        f"{OPEN_LOOP_CONCURRENCY})",
+        f"trace: the maximum (default: {CLOSED_LOOP_CONCURRENCY} in a closed loop, "
+        f"else {OPEN_LOOP_CONCURRENCY})",
     )
     group.add_argument(
         "--drain-s",
@@ -55,7 +57,7 @@ def add_bounds(group: argparse._ArgumentGroup) -> None:
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options that describe when requests arrive, and how many.
+    """Add the options for the number of requests, their arrivals and their lengths.
 
     Returns:
         The group of these options.
@@ -184,7 +186,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """Return a whole number above 0. Raises the errors of argparse's types."""
+    """Parse a whole number above 0, as a type of argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
@@ -192,7 +194,7 @@ def positive(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """Return a finite number above 0. Raises the errors of argparse's types."""
+    """Parse a finite number above 0, as a type of argparse."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
@@ -203,7 +205,7 @@ def server_url(option: str, text: str) -> str:
     """Return the URL of a server without /v1.
 
     Raises:
-        BenchError: the text is no URL of a server.
+        BenchError: the text is not the URL of a server.
     """
     url = text.rstrip("/").removesuffix("/v1")
     parts = urlsplit(url)
@@ -216,7 +218,7 @@ def server_url(option: str, text: str) -> str:
 
 
 def load_options(args: argparse.Namespace, workload: Workload) -> LoadOptions:
-    """Return how the load is sent.
+    """Return the options with which the load is sent.
 
     Raises:
         BenchError: options conflict.
@@ -293,7 +295,7 @@ def make_workload(args: argparse.Namespace) -> Workload:
 
 
 def _refuse_lengths(args: argparse.Namespace) -> None:
-    """Raise BenchError if options give lengths, which a trace has itself."""
+    """Raise BenchError if an option sets a length, although a trace has all lengths."""
     for name in ("input_len", "shared_len", "output_len"):
         if getattr(args, name, None) is not None:  # `advise` has no such options
             option = f"--{name.replace('_', '-')}"
@@ -304,14 +306,14 @@ def _refuse_lengths(args: argparse.Namespace) -> None:
 
 
 def make_slo(args: argparse.Namespace) -> Slo:
-    """Return the limits of --slo. Raises BenchError."""
+    """Return the limits of --slo. Raises BenchError if they are invalid."""
     return parse_slo(args.slo)
 
 
 def describe_load(
     args: argparse.Namespace, workload: Workload, options: LoadOptions
 ) -> dict[str, Any]:
-    """Return the load as the report shows it."""
+    """Return the description of the load for the report."""
     if workload.is_closed:
         arrivals = f"closed loop, {options.concurrency} sessions in flight"
     elif args.rate is not None:
@@ -333,10 +335,10 @@ def describe_load(
 
 
 def save_paths(name: str) -> tuple[Path, Path]:
-    """Return the paths of the JSON document and of the report, both writable.
+    """Create the files of the JSON document and of the report. Return their paths.
 
     Raises:
-        BenchError: one of them cannot be written.
+        BenchError: a file cannot be written.
     """
     base = name.removesuffix(".json").removesuffix(".html")
     paths = (Path(f"{base}.json"), Path(f"{base}.html"))
@@ -351,7 +353,7 @@ def save_paths(name: str) -> tuple[Path, Path]:
 
 
 def unique_names(urls: Sequence[str]) -> list[str]:
-    """Return a name for each endpoint: its host and port."""
+    """Return a unique name for each endpoint, with its host and port."""
     names = [urlsplit(url).netloc for url in urls]
     if len(set(names)) == len(names):
         return names

@@ -1,8 +1,8 @@
-"""Request bodies: seeded prompts with the prefixes that the load shares.
+"""Makes request bodies with random prompts that share the prefixes of the workload.
 
 Every endpoint of a run gets the same tokens, except in later turns of a conversation.
-The prompt of a later turn contains the answers of this endpoint to the earlier turns,
-like the prompt of a real client.
+As with a real client, the prompt of a later turn contains the endpoint's own answers to
+the earlier turns.
 """
 
 import zlib
@@ -16,7 +16,7 @@ from benchmarks.bench.workload import Segment, Workload, segments
 
 # In many vocabularies, the ids below this one are special tokens.
 FIRST_TOKEN_ID = 32
-# Each word is about one token of an English vocabulary.
+# In an English vocabulary, each of these words is about one token.
 WORDS = (
     "time",
     "year",
@@ -51,7 +51,7 @@ TokenArray = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What an endpoint answered to one turn.
+    """The answer of an endpoint to one turn.
 
     Attributes:
         token_ids: empty if the endpoint does not return token ids.
@@ -63,13 +63,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class BodyOptions:
-    """The options that decide what request bodies contain.
+    """The options for the content of request bodies.
 
     Attributes:
         is_chat: whether requests go to /v1/chat/completions.
-        uses_words: whether prompts are words; otherwise they are token ids.
+        uses_words: True if prompts consist of words, False if of token ids.
+        vocab_size: random token ids are below this number.
         has_schema: whether answers have to follow a JSON schema.
-        retention: value of `prompt_cache_retention`; None: requests do not have it.
+        retention: value of the field `prompt_cache_retention`; None: no such field.
     """
 
     is_chat: bool = False
@@ -85,14 +86,14 @@ class BodyOptions:
 class PromptMaker:
     """Makes the request bodies of a workload.
 
-    The tokens of shared blocks are drawn once.
+    The random tokens of a shared block are drawn only once.
     """
 
     def __init__(self, workload: Workload, options: BodyOptions) -> None:
         self._workload = workload
         self._options = options
         self._shared: dict[tuple[object, ...], TokenArray] = {}
-        # Prompts of first turns are drawn before the start, once for all endpoints.
+        # The prompts of first turns are drawn here, before the measurement starts.
         self._first_tokens = [
             self._array(index, 0, []) for index in range(len(workload.sessions))
         ]
@@ -100,11 +101,12 @@ class PromptMaker:
     def tokens(
         self, session_index: int, turn_index: int, answers: Sequence[Answer]
     ) -> list[int]:
-        """Return the token ids of a prompt, or numbers that stand for its words.
+        """Return the token ids of a prompt. If prompts consist of words, return the
+        indices of its words in WORDS.
 
         Args:
             answers: the endpoint's answers to the earlier turns. An answer without
-                token ids is replaced by random ones.
+                token ids is replaced by random token ids.
         """
         array = self._array(session_index, turn_index, answers)
         tokens: list[int] = array.tolist()
@@ -125,7 +127,7 @@ class PromptMaker:
         return np.concatenate(parts)
 
     def _draw(self, segment: Segment) -> TokenArray:
-        """Return the tokens of a segment that no server generated."""
+        """Return random tokens for a segment of a prompt."""
         key, length = segment
         is_shared = key[0] == "block"
         drawn = self._shared.get(key) if is_shared else None
@@ -159,7 +161,7 @@ class PromptMaker:
 
         Args:
             returns_token_ids: whether the endpoint can return token ids. A token that
-                completes no character has no text; its id shows that it arrived.
+                completes no character has no text, so only its id shows its arrival.
         """
         turn = self._workload.sessions[session_index].turns[turn_index]
         body = self._common_fields(model, turn.output_tokens, returns_token_ids)
@@ -176,8 +178,10 @@ class PromptMaker:
     def warmup_body(
         self, number: int, *, model: str, returns_token_ids: bool
     ) -> dict[str, Any]:
-        """Return the body of a warm-up request: as long as the first request, but with
-        a prompt that no other request begins with.
+        """Return the body of a warm-up request.
+
+        It has the lengths of the first request of the workload, but its prompt shares
+        no prefix with other requests.
         """
         turn = self._workload.sessions[0].turns[0]
         body = self._common_fields(model, turn.output_tokens, returns_token_ids)
@@ -235,9 +239,9 @@ class PromptMaker:
         return " ".join(parts)
 
     def _turn_words(self, session_index: int, turn_index: int) -> str:
-        """Return the words that a turn adds to its conversation."""
+        """Return the user's words in one turn of a conversation."""
         parts = segments(self._workload, session_index, turn_index)
-        # The segments of earlier turns end with the last answer.
+        # Skip the segments of earlier turns, which end with the latest answer.
         keys = [key[0] for key, _ in parts]
         start = 0
         if "answer" in keys:

@@ -1,4 +1,4 @@
-"""Counters of /metrics, before and after a run: KV moved, and cache hits."""
+"""Reads counters of /metrics before and after a run, for KV moved and cache hits."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,7 @@ _KV_BYTES_COUNTER = "baton_kv_transfer_bytes_total"
 
 
 def parse_samples(text: str, kind: str) -> dict[str, float]:
-    """Return the samples of a page of metrics. Series that differ only in labels are
-    summed.
+    """Return the sum of all samples of each metric name on a page of /metrics.
 
     Args:
         kind: the type of the metrics, such as "counter" or "gauge".
@@ -40,7 +39,7 @@ def parse_samples(text: str, kind: str) -> dict[str, float]:
 
 
 async def scrape(url: str, api_key: str | None) -> Counters | None:
-    """Return the counters of a server, or None if it has no readable /metrics."""
+    """Return the counters of a server, or None if its /metrics cannot be read."""
     try:
         async with open_session(url, _TIMEOUT_S, api_key) as session:
             async with session.get("/metrics") as response:
@@ -54,16 +53,16 @@ async def scrape(url: str, api_key: str | None) -> Counters | None:
 async def scrape_all(
     urls: Sequence[str], api_key: str | None
 ) -> dict[str, Counters | None]:
-    """Return the counters of each server by its URL; see `scrape`."""
+    """Return the result of `scrape` for each URL."""
     pages = await asyncio.gather(*(scrape(url, api_key) for url in urls))
     return dict(zip(urls, pages, strict=True))
 
 
 def increases(before: Counters | None, after: Counters | None) -> dict[str, float]:
-    """Return by how much each counter grew, without counters that did not.
+    """Return the increase of each counter. Counters without an increase are left out.
 
-    A counter that is smaller than before belongs to a server that has restarted, so it
-    counts from 0.
+    A counter that is smaller than before was reset by a restart of the server, so its
+    increase counts from 0.
     """
     if before is None or after is None:
         return {}
@@ -79,7 +78,7 @@ def increases(before: Counters | None, after: Counters | None) -> dict[str, floa
 def kv_figures(increases_by_url: Mapping[str, Counters]) -> dict[str, float | None]:
     """Return the KV that servers moved, and the hit rate of their prefix caches.
 
-    A figure is None if no server counts it.
+    A figure is None if no server has its counters.
     """
     totals: dict[str, float] = {}
     for counters in increases_by_url.values():

@@ -11,7 +11,7 @@ KEYS = ("ttft", "itl", "e2e")
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits in seconds; None: no limit.
+    """Limits on the latencies of a request, in seconds; None: no limit.
 
     Attributes:
         ttft: time to the first token, from the moment at which the request was due.
@@ -28,7 +28,7 @@ class Slo:
         return self.limit_use(ttft_s, itl_s, e2e_s) <= 1
 
     def limit_use(self, ttft_s: float, itl_s: float, e2e_s: float) -> float:
-        """Return the largest of the latencies as shares of their limits."""
+        """Return the largest ratio of a latency to its limit; 0 without limits."""
         pairs = ((ttft_s, self.ttft), (itl_s, self.itl), (e2e_s, self.e2e))
         shares = [seconds / limit for seconds, limit in pairs if limit is not None]
         return max(shares, default=0.0)

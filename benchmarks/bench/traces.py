@@ -2,10 +2,10 @@
 
     Mooncake (JSON lines)    {"timestamp": 27482, "input_length": 6955,
                               "output_length": 52, "hash_ids": [46, 47, 2353]}
-    conversations (JSON      the same with "session_id"; the first turn has a
-    lines)                   "timestamp", each later turn a "delay" after the end of the
-                             preceding turn; "input_length" counts the tokens that the
-                             turn adds to the conversation
+    conversations (JSON      as in Mooncake's traces, with "session_id"; the first turn
+    lines)                   has a "timestamp", each later turn has a "delay" after the
+                             end of the preceding turn; "input_length" counts the tokens
+                             that the turn adds to the conversation
     Azure (CSV)              TIMESTAMP,ContextTokens,GeneratedTokens
 
 Timestamps and delays of JSON lines are in milliseconds. A block of `hash_ids` has 512
@@ -24,13 +24,13 @@ from benchmarks.bench.errors import BenchError
 from benchmarks.bench.workload import Session, Turn, Workload
 
 BLOCK_TOKENS = 512  # as in Mooncake's traces
-MAX_TOKENS = 10_000_000  # longer prompts and answers are mistakes
+MAX_TOKENS = 10_000_000  # longer prompts and answers are rejected as mistakes
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One line of a trace: its fields, and where it is."""
+    """One line of a trace: its fields, file and line number."""
 
     path: Path
     number: int

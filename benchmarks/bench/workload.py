@@ -1,9 +1,8 @@
-"""The load of a benchmark: sessions of turns, and when each of them is due.
+"""The load of a benchmark: sessions of turns, and the times at which they are due.
 
 A session is a conversation. Its first turn is due at `arrival_s`, whether or not other
-sessions have finished. Each later turn is due when the answer of the preceding turn has
-ended and the client has thought for `think_s`. A request without a conversation is a
-session with one turn.
+sessions have finished. Each later turn is due `think_s` after the end of the preceding
+turn's answer. A request without a conversation is a session with one turn.
 """
 
 import itertools
@@ -36,7 +35,7 @@ class Session:
     """A conversation.
 
     Attributes:
-        arrival_s: when the first turn is due, in seconds from the start.
+        arrival_s: time at which the first turn is due, in seconds from the start.
     """
 
     arrival_s: float
@@ -49,9 +48,9 @@ class Workload:
 
     Attributes:
         block_tokens: tokens of each block of `Turn.blocks`.
-        name: what the report calls the load.
-        is_closed: whether sessions arrive when an earlier one has ended (--concurrency)
-            instead of at their `arrival_s`.
+        name: name of the load in the report.
+        is_closed: True if a session begins when an earlier session has ended (a closed
+            loop); False if it begins at its `arrival_s`.
     """
 
     sessions: tuple[Session, ...]
@@ -95,7 +94,7 @@ def synthetic(
     output_tokens: int,
     seed: int,
 ) -> Workload:
-    """Return requests of equal lengths whose prompts share a prefix.
+    """Return requests of equal lengths with prompts that share a prefix.
 
     Args:
         rate: arrivals per second of a Poisson process; None: a closed loop.
@@ -127,8 +126,10 @@ def with_poisson_arrivals(workload: Workload, rate: float, seed: int) -> Workloa
 def limited(
     workload: Workload, max_requests: int | None, duration_s: float | None
 ) -> Workload:
-    """Return the first sessions: at most `max_requests` requests of them, and only
-    those that arrive within `duration_s` seconds. The first session arrives at 0.
+    """Return only the first sessions of the workload: up to `max_requests` requests.
+
+    In an open loop, sessions that arrive more than `duration_s` seconds after the first
+    session are left out, too.
     """
     sessions = []
     num_left = workload.num_requests if max_requests is None else max_requests
@@ -143,7 +144,7 @@ def limited(
 
 
 def scaled(workload: Workload, load: float, length: float) -> Workload:
-    """Return the workload `load` times as fast, with all lengths times `length`."""
+    """Return the workload at `load` times the speed, with lengths times `length`."""
     if load == 1.0 and length == 1.0:
         return workload
     return replace(
@@ -172,10 +173,10 @@ Segment = tuple[tuple[object, ...], int]
 
 
 def segments(workload: Workload, session_index: int, turn_index: int) -> list[Segment]:
-    """Return the parts of a prompt, in order: those of earlier turns with their
-    answers, then those of this turn.
+    """Return the parts of a prompt, in order: first the parts of the earlier turns,
+    each with its answer, then the parts of this turn.
 
-    Segments with the same key have the same tokens, in all prompts.
+    Segments with equal keys begin with the same tokens, in all prompts.
     """
     parts: list[Segment] = []
     turns = workload.sessions[session_index].turns

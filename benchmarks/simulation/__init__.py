@@ -1,1 +1,1 @@
-"""Simulated servers: steps of engines, and the requests that they get."""
+"""A simulation of servers: engines that run steps, devices, and KV stores."""

@@ -1,8 +1,8 @@
-"""Work that takes longer while other work runs on the same device.
+"""Simulated tasks that take longer while other tasks run on the same device.
 
-A device is what servers share: a GPU, or the cores of a host. Every task is slowed down
-by a factor that depends on the number and the kinds of the tasks that run at the same
-time.
+A device is hardware that servers share: a GPU, or the cores of a host. Each task is
+slowed down by a factor that depends on the number and the kinds of the tasks that run
+at the same time.
 """
 
 import itertools
@@ -13,7 +13,8 @@ from functools import partial
 
 from benchmarks.simulation.events import Events
 
-# Factors for 1, 2, 3, .. running tasks; the last one is for all larger numbers.
+# Factors by which a task takes longer while 1, 2, 3, .. tasks run, including this task.
+# The last factor is also for larger numbers.
 Slowdowns = tuple[float, ...]
 
 
@@ -24,7 +25,7 @@ def slowdown(factors: Slowdowns, num_running: int) -> float:
 
 @dataclass(frozen=True)
 class Contention:
-    """How much a kind of tasks is slowed down by the other tasks of a device.
+    """The factors by which the tasks of one kind are slowed down on a device.
 
     Attributes:
         kind: name of the kind.
@@ -43,8 +44,8 @@ class Contention:
         the other tasks that are of another kind.
 
         Args:
-            num_alike: running tasks of this kind, including the task.
-            num_running: all running tasks.
+            num_alike: number of running tasks of this kind, including this task.
+            num_running: number of all running tasks.
         """
         alike = slowdown(self.alike, num_running)
         if num_alike == num_running:
@@ -60,7 +61,7 @@ class _Task:
 
     Attributes:
         number: tasks that end at the same time end in the order of their numbers.
-        remaining_s: seconds that the rest takes if no other task runs.
+        remaining_s: seconds that the rest of the task takes if no other task runs.
     """
 
     number: int
@@ -70,7 +71,7 @@ class _Task:
 
 
 class SharedDevice:
-    """Runs tasks at the same time, each slowed down by the others."""
+    """Runs tasks at the same time. Each task is slowed down by the other tasks."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -92,7 +93,7 @@ class SharedDevice:
         self._schedule_first_end()
 
     def _advance(self) -> None:
-        """Advance all tasks to now. Called before the number of tasks changes."""
+        """Advance all tasks to now. Call this before the number of tasks changes."""
         elapsed_s = self._events.now - self._advanced_at
         self._advanced_at = self._events.now
         for task in self._tasks:
@@ -122,7 +123,7 @@ class SharedDevice:
         """End a task, unless the tasks have changed since its end was scheduled.
 
         Args:
-            number: number of the change after which the end was scheduled.
+            number: value of `_num_changes` when the end was scheduled.
         """
         if number != self._num_changes:
             return
@@ -133,10 +134,11 @@ class SharedDevice:
 
 
 class Frontend:
-    """The work for the requests of one server outside of its engine: of HTTP processes,
-    of the proxy, and of a load generator on the same host.
+    """Runs the work for one server's requests outside of its engine, one task after
+    the other.
 
-    One task runs after another.
+    This is the work of HTTP processes, of the proxy, and of a load generator on the
+    same host.
     """
 
     def __init__(self, device: SharedDevice, contention: Contention) -> None:

@@ -1,10 +1,9 @@
 """A simulated engine, which runs steps.
 
-A step contains one token of each stream, and prompts in the order of arrival. If there
-are prefill servers, decode servers split prompts while they have streams, so that a
-step stays within the target time between tokens. A step may exceed this target if
-prompts have waited long. The prefix cache of an engine evicts the least recently used
-blocks.
+A step contains one token of each stream, and prompts in the order of the waiting queue.
+While a server with a target time between tokens has streams, it splits prompts so that
+a step stays within the target. A step may exceed the target if prompts have waited
+long. The prefix cache of an engine evicts the least recently used blocks.
 """
 
 import itertools
@@ -28,15 +27,18 @@ class Engine:
     """One simulated server.
 
     Attributes:
-        is_prefill: whether this is a prefill server; otherwise it is a decode server.
-        target_s: target time between tokens; None: prompts are not split.
-        waiting: prompts to compute, in order.
+        is_prefill: True for a prefill server, False for a decode server or a complete
+            server.
+        target_s: target time between tokens; None: only `EngineTimes.step_tokens`
+            limits the prompt tokens of a step.
+        waiting: requests with prompts that this server has to compute, in queue order.
         parked: requests with prompts that a prefill server has computed. They wait for
             free KV capacity on this server.
         held_tokens: tokens of KV of all streams.
-        num_deliveries: requests taken over since the latest step began.
-        busy_until: expected end of the step that is running.
-        step_prompt_tokens: prompt tokens of the step that is running.
+        num_deliveries: number of requests that prefill servers have handed over to this
+            server since its latest step began.
+        busy_until: expected end of the running step.
+        step_prompt_tokens: prompt tokens of the running step.
         gaps: histogram of the times between tokens; a key is a time in units of 0.1 ms.
         store: the KV store of this server's host, if it has one.
     """
@@ -53,8 +55,8 @@ class Engine:
         self.times = times
         self.target_s = target_s
         # This index covers only this server, which is server 0 of the index. As a
-        # simplification, cached prefixes get half of the KV capacity, whatever the
-        # streams hold.
+        # simplification, cached prefixes always get half of the KV capacity, regardless
+        # of the KV that streams hold.
         self._cache = PrefixIndex(times.capacity // 2 // times.block_tokens)
         self.waiting: deque[Request] = deque()
         self.parked: deque[Request] = deque()
@@ -79,7 +81,7 @@ class Engine:
         return int(self._cache.depths(hashes).get(0, 0))
 
     def cache(self, hashes: Sequence[int]) -> None:
-        """Add blocks to the prefix cache, and to the store."""
+        """Add blocks to the prefix cache, and to the KV store of the host."""
         self._cache.add(0, hashes)
         if self.store is not None:
             self.store.cache(hashes)
@@ -107,7 +109,7 @@ class Engine:
         """Queue a prompt in the order of engine.core.waiting.
 
         A short prompt is placed before long prompts, even before a long prompt that is
-        partly computed. Cached blocks are looked up again when the prompt's turn comes.
+        partly computed. Cached blocks are looked up again when the prompt is computed.
         """
         request.uncomputed_tokens = self._uncached_tokens(request)
         position = len(self.waiting)
@@ -186,8 +188,8 @@ class Engine:
         return num_tokens * self.times.token_s + num_pairs * self.times.pair_s
 
     def record_step(self, seconds: float) -> None:
-        """Record the step that has just ended for the prompt budget and for health
-        reports.
+        """Record the duration of the finished step, for the prompt budget and for
+        health reports.
         """
         num_prompt_tokens = self.step_prompt_tokens
         num_streams = len(self.streams)
@@ -225,7 +227,9 @@ class Engine:
         return finished
 
     def _fits(self, request: Request, num_starting: int = 0) -> bool:
-        """Return whether there is KV capacity for a request, and a free stream.
+        """Return whether a request fits: into the KV capacity and the limit of streams.
+
+        Without running streams, every request fits.
 
         Args:
             num_starting: number of streams that will start before the request.
@@ -237,7 +241,7 @@ class Engine:
         return len(self.streams) + num_starting < self.times.max_streams
 
     def deliver(self, request: Request, now: float) -> None:
-        """Take over a request after another server has computed its prompt."""
+        """Take over a request from the prefill server that has computed its prompt."""
         self.num_deliveries += 1
         if self.parked or not self._fits(request):
             self.parked.append(request)

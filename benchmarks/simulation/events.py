@@ -1,4 +1,4 @@
-"""The simulated clock, and what happens at which time."""
+"""The simulated clock, and the events that are scheduled."""
 
 import heapq
 import itertools
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Events:
-    """Events in order of time.
+    """Runs scheduled events in the order of their times.
 
     Attributes:
         now: the simulated time in seconds.
@@ -22,7 +22,7 @@ class Events:
         heapq.heappush(self._events, (time_s, next(self._numbers), event))
 
     def run(self) -> None:
-        """Run all events, and those that they schedule."""
+        """Run all scheduled events, including those that other events schedule."""
         while self._events:
             self.now, _, event = heapq.heappop(self._events)
             event()

@@ -1,7 +1,7 @@
 """Simulated servers, and the requests that a router sends them.
 
-Engines run steps. What the requests need outside of engines is done by a frontend of
-each server. On a CPU, engines and frontends share the processors.
+Each server has an engine, which runs steps, and a frontend, which does the work outside
+of the engine. On a CPU, engines and frontends share the processors.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Router(Protocol):
     lender: Engine | None
 
     def place_prompt(self, request: Request) -> Engine:
-        """Return the prefill or decode server that computes the prompt."""
+        """Return the server that computes the prompt: a prefill or a decode server."""
 
     def place_stream(self, request: Request) -> Engine:
         """Return the decode server that generates the tokens."""
@@ -38,10 +38,10 @@ class Router(Protocol):
 
 
 class Fleet:
-    """Engines, and the events that happen to them, in order of time.
+    """Simulates servers and their requests.
 
     Attributes:
-        router: set by the caller before `run`.
+        router: places the requests. The caller must set it before `run`.
         now: the simulated time in seconds.
     """
 
@@ -98,11 +98,12 @@ class Fleet:
     def _work(
         self, engine: Engine, work_s: float, total_s: float, then: Callable[[], None]
     ) -> None:
-        """Do work at a server's frontend, and call `then`.
+        """Let a server's frontend work for a request, and call `then`.
 
         Args:
-            work_s: processor time.
-            total_s: time until `then` if nothing else runs. Work beyond it comes later.
+            work_s: processor time of the work.
+            total_s: time until `then` is called, if no other work delays it. The part
+                of `work_s` beyond `total_s` does not delay this request's `then`.
         """
         frontend = self._frontends[engine]
         first_s = min(work_s, total_s)
@@ -112,8 +113,11 @@ class Fleet:
     def _pull_prefix(
         self, engine: Engine, request: Request, lender: Engine | None
     ) -> None:
-        """Pull the prefix of the prompt from another server or from the store, if that
-        helps. Then queue the request.
+        """Pull a prefix of the prompt from another server or from the host's store, and
+        then queue the request.
+
+        Args:
+            lender: the other server; None: pull from the store, if that saves time.
         """
         if lender is None:
             pull_s = self._pull_from_store_s(engine, request)
@@ -123,20 +127,20 @@ class Fleet:
         num_missing = num_lender_blocks - engine.cached_blocks(request.hashes)
         num_pulled = max(num_missing, 0)
         if num_pulled:
-            # The server counts the blocks as cached at once. The request is queued only
-            # when the blocks have arrived.
+            # The blocks count as cached immediately, but the request is queued only
+            # when they have arrived.
             engine.cache(request.hashes[:num_lender_blocks])
         num_tokens = num_pulled * self.times.block_tokens
         sent_s = num_tokens * self.times.sent_token_s + self.times.lookup_s
-        # The lender answers between two of its steps.
+        # The lender answers when its running step has ended.
         answered_at = max(lender.busy_until, self.now)
         self._events.schedule(
             answered_at + sent_s, partial(self._enqueue, engine, request)
         )
 
     def _pull_from_store_s(self, engine: Engine, request: Request) -> float:
-        """Pull what the store of the engine's host has in addition to the engine, if
-        that is faster than computing it. Return the seconds that it takes.
+        """Pull the blocks that the host's store has and the engine lacks, if a pull is
+        faster than their computation. Return the seconds of the pull; 0 without a pull.
         """
         if engine.store is None:
             return 0.0
@@ -191,8 +195,8 @@ class Fleet:
             self._frontends[engine].add(work_s)
 
     def _end_at_first_token(self, request: Request) -> bool:
-        """End a request that has all of its tokens once its prompt is computed. Return
-        whether it has.
+        """End a request with only one output token when its prompt has been computed.
+        Return whether the request has ended.
         """
         if request.output_tokens > 1:
             return False
@@ -209,7 +213,7 @@ class Fleet:
             self._add(next_request)
 
     def _hand_over(self, request: Request) -> None:
-        """Let the decode server take over a request whose prompt is computed."""
+        """Hand over a request with a computed prompt to its decode server."""
         self.router.on_computed(request)
         engine = self.router.place_stream(request)
         work_s = self.times.handoff_work_s
@@ -217,7 +221,7 @@ class Fleet:
         self._work(engine, work_s, total_s, partial(self._send, engine, request))
 
     def _send(self, engine: Engine, request: Request) -> None:
-        """Deliver the first token, and send the KV of the prompt."""
+        """Deliver the first token, and send the KV of the prompt to a decode server."""
         if self._end_at_first_token(request):
             return
         request.first_token_s = self.now

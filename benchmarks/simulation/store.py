@@ -1,4 +1,4 @@
-"""A simulated KV store of a host, from which its servers pull evicted prefixes."""
+"""A simulated KV store of a host. The host's servers pull evicted prefixes from it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from proxy.placement.prefix_index import PrefixIndex
 
 
 class SimulatedStore:
-    """The store of one host. It has what its servers have cached, as soon as they do.
+    """The KV store of one host, to which each server adds every block that it caches.
 
     Args:
         host: number of the host.

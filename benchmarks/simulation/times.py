@@ -1,4 +1,4 @@
-"""The times of a simulated engine, which benchmarks.simulation.fleet runs."""
+"""The times of the simulated engines of benchmarks.simulation.fleet."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -23,43 +23,44 @@ class EngineTimes:
         held_token_s: time per token of KV, because every step reads all KV.
         token_s: time per token of a prompt.
         pair_s: time per pair of a prompt's token and a token before it (attention).
-        request_s: time of a request before its prompt is queued, such as HTTP.
+        request_s: time of a request before its prompt is queued, for example for HTTP.
         request_work_s: processor time of a request outside of engines: in HTTP
-            processes, in the proxy, and in a load generator on the same host. Up to
-            `request_s` of it comes before the prompt is queued.
+            processes, in the proxy, and in a load generator on the same host. At most
+            `request_s` of this time passes before the prompt is queued.
         delivery_s: processor time outside of engines to deliver the tokens of a step.
-        delivery_token_s: the same, for each of these tokens.
+        delivery_token_s: processor time that each of these tokens adds to `delivery_s`.
         handoff_s: time that disaggregation adds before the first token.
         handoff_work_s: processor time that disaggregation adds to a request outside of
-            engines. Up to `handoff_s` of it comes before the first token.
+            engines. At most `handoff_s` of this time passes before the first token.
         handoff_step_s: time that a hand-over adds to the next step of the decode
-            server, because its engine also works for the pull.
-        sent_s: time to send the KV of a prompt, in addition to that of its tokens.
+            server, because the engine also works for the pull.
+        sent_s: fixed time to send the KV of a prompt; `sent_token_s` is added to it.
         sent_token_s: time per token of KV that is sent over the link.
         lookup_s: time to look up a prefix on another server, before KV is sent.
-        stored_token_s: time per token of KV that is pulled from the host's store;
-            assumed: 40 GB/s, of the 64 of PCIe 5.0.
+        stored_token_s: time per token of KV that is pulled from the host's store. The
+            default assumes 40 GB/s, of the 64 GB/s of PCIe 5.0.
         block_tokens: tokens of a block of the prefix cache.
         capacity: tokens that fit in the KV cache.
         max_streams: maximum number of concurrent streams.
         step_tokens: maximum prompt tokens in one step.
-        min_prompt_step_s: shortest time of a step with prompts, because its kernels are
-            launched one by one.
-        min_prompt_share: `queued_s` expects that prompts get at least this share of the
-            time that the streams of a step take. It equals _MIN_PROMPT_SHARE of
+        min_prompt_step_s: shortest time of a step with prompts. It is the time to
+            launch the step's kernels one by one.
+        min_prompt_share: least share of a decode step's duration that prompts may add
+            to the step, as assumed by `Engine.queued_s`. It equals _MIN_PROMPT_SHARE of
             engine.core.budget.prefill_budget, which the simulated steps use.
-        decode_slowdown: how many times as long a step without prompts takes while 1, 2,
-            3, .. servers run steps at the same time; the last number is for all larger
-            counts. Servers with a device of their own do not slow each other down.
-        prompt_slowdown: the same for steps with prompts.
-        mixed_decode_slowdown: how many times as long a step without prompts takes while
-            0, 1, 2, .. other servers run steps with prompts. If it is empty,
-            `decode_slowdown` counts.
-        mixed_prompt_slowdown: how many times as long a step with prompts takes while
+        decode_slowdown: factors by which a step without prompts takes longer while 1,
+            2, 3, .. servers run such steps; the last factor is also for larger numbers.
+            The default is for servers that each have a device of their own.
+        prompt_slowdown: like `decode_slowdown`, for steps with prompts.
+        mixed_decode_slowdown: factors by which a step without prompts takes longer
+            while 0, 1, 2, .. other servers run steps with prompts. If it is empty,
+            `decode_slowdown` is used.
+        mixed_prompt_slowdown: factors by which a step with prompts takes longer while
             0, 1, 2, .. other servers run steps without prompts. If it is empty,
-            `prompt_slowdown` counts.
-        shares_processors: whether engines compute on the processors that all other work
-            needs, as on a CPU. This work then counts like a step of a server.
+            `prompt_slowdown` is used.
+        shares_processors: whether the work outside of engines runs on the processors on
+            which engines compute, as on a CPU. Such work then slows engines down like
+            another server's step.
     """
 
     step_s: float = 4.15e-3
@@ -92,18 +93,18 @@ class EngineTimes:
 
     @property
     def decode_contention(self) -> Contention:
-        """How steps without prompts are slowed down."""
+        """The slowdown of steps without prompts."""
         mixed = self.mixed_decode_slowdown or self.decode_slowdown
         return Contention("decode", self.decode_slowdown, mixed)
 
     @property
     def prompt_contention(self) -> Contention:
-        """How steps with prompts are slowed down."""
+        """The slowdown of steps with prompts."""
         mixed = self.mixed_prompt_slowdown or self.prompt_slowdown
         return Contention("prompt", self.prompt_slowdown, mixed)
 
     def seconds(self, load: step_times.Load) -> float:
-        """Return the time of a step."""
+        """Return the time of a step with this load, in seconds."""
         seconds = (
             self.step_s
             + load.streams * self.sequence_s

@@ -1,1 +1,1 @@
-"""What a run of `baton bench` is reported as: figures, a verdict, an HTML report."""
+"""The results of a run of `baton bench`: figures, a verdict, an HTML report."""

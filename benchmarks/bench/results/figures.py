@@ -38,9 +38,9 @@ def union_s(spans: Iterable[tuple[float, float]]) -> float:
 def side_figures(result: SideResult, workload: Workload, slo: Slo) -> dict[str, Any]:
     """Return all figures of a side.
 
-    Latencies are in ms and only of requests that succeeded. `decode_tokens_per_s` is
-    the number of tokens after each request's first token, divided by the time in which
-    at least one request was between its first and its last token.
+    Latencies are in ms, and only of requests that succeeded. `decode_tokens_per_s` is
+    the number of output tokens except first tokens, divided by the time in which at
+    least one request was between its first and its last token.
     """
     timelines = [record.timeline for record in result.records]
     elapsed_s = result.elapsed_s
@@ -92,7 +92,7 @@ def _latencies(succeeded: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _count_wrong_lengths(result: SideResult, workload: Workload) -> int:
-    """Return the number of answers that do not have the length of the workload."""
+    """Return the number of answers without the length that the workload demands."""
     return sum(
         record.timeline.output_tokens
         != workload.sessions[record.session].turns[record.turn].output_tokens
@@ -119,9 +119,9 @@ def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
 def client_figures(result: RunResult) -> dict[str, Any]:
     """Return how late the load generator was, in ms.
 
-    `send_lag_ms` is the time from a request's due time until this program began to
-    send it. It contains waits for --concurrency. `loop_lag_ms` is how late the event
-    loop woke a sleeping task, which is also how late it may read a token.
+    `send_lag_ms` is the time from a request's due time until this program began to send
+    the request, including a wait because of --concurrency. `loop_lag_ms` is how late
+    the event loop woke a sleeping task. It may read tokens with the same delay.
     """
     send_lags_s = [
         record.timeline.sent_at - record.timeline.due_at
@@ -139,7 +139,7 @@ def client_figures(result: RunResult) -> dict[str, Any]:
 
 
 def table(sides: Sequence[dict[str, Any]], client: dict[str, Any]) -> str:
-    """Return the figures of all sides, and of the load generator, for people."""
+    """Return the figures of all sides and of the load generator as readable text."""
     lines = []
     for side in sides:
         lines += _side_lines(side, has_title=len(sides) > 1)

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that loads nothing from elsewhere, and JSON."""
+"""The report of a run: an HTML file without external resources, and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from benchmarks.bench.results.figures import PERCENTILES
 from benchmarks.bench.slo import Slo
 from benchmarks.bench.workload import Workload
 
-_MAX_POINTS = 5_000  # of a scatter plot and side; more would make the file slow
+_MAX_POINTS = 5_000  # per side in a scatter plot; more would make the page slow
 _QUANTILES = np.concatenate([np.arange(0, 99, 1.0), np.arange(99, 100.01, 0.1)])
 _ROWS = {
     "time to first token (ms)": "ttft_ms",
@@ -31,7 +31,7 @@ def html_report(result: RunResult, document: dict[str, Any], slo: Slo) -> str:
     """Return the report as HTML.
 
     Args:
-        document: the run's JSON, as `json_document` makes it.
+        document: the result of `json_document`, with a verdict if sides are compared.
     """
     data = {
         "about": _about(document),
@@ -47,7 +47,7 @@ def html_report(result: RunResult, document: dict[str, Any], slo: Slo) -> str:
         "uplot_css": (vendored / "uplot.min.css").read_text(encoding="utf-8"),
         "uplot_js": (vendored / "uplot.min.js").read_text(encoding="utf-8"),
         "report_js": folder.joinpath("report.js").read_text(encoding="utf-8"),
-        # A name of a model or an error may contain "</script>".
+        # Escape "<", because the name of a model or an error may contain "</script>".
         "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     }
     html = folder.joinpath("report.html").read_text(encoding="utf-8")
@@ -256,13 +256,13 @@ def _ttft_points(side: SideResult, started_at: float) -> Points:
 
 
 def _distribution(seconds: Sequence[float]) -> Points:
-    """Return a distribution: x in ms, y the percentage of values up to x."""
+    """Return a distribution: x is a time in ms, y the percentage of times up to x."""
     if not seconds:
         return [], []
     values = np.percentile(seconds, _QUANTILES) * 1e3
     by_value: dict[float, float] = {}
     for value, quantile in zip(values, _QUANTILES, strict=True):
-        # A logarithmic axis has no 0.
+        # A logarithmic axis cannot show 0.
         by_value[max(round(float(value), 3), 0.001)] = round(float(quantile), 2)
     return list(by_value.keys()), list(by_value.values())
 
@@ -300,7 +300,7 @@ def json_document(
     workload: Workload,
     slo: Slo,
 ) -> dict[str, Any]:
-    """Return the JSON document of a run, without its requests."""
+    """Return the JSON document of a run, without the rows of single requests."""
     return {
         "benchmark": "bench",
         "date": date,

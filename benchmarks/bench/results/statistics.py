@@ -1,8 +1,8 @@
-"""Confidence intervals of means, by a bootstrap over blocks of neighbouring requests.
+"""Confidence intervals of means, by a bootstrap over blocks of consecutive requests.
 
 Requests that arrive one after the other wait in the same queues, so their latencies
 depend on each other. A bootstrap over single requests would report an interval that is
-too narrow. This one draws blocks of neighbours.
+too narrow. This module therefore draws blocks of consecutive requests.
 """
 
 import math
@@ -29,15 +29,16 @@ class Interval(NamedTuple):
 
 
 def block_length(count: int) -> int:
-    """Return the number of neighbours that are drawn together from `count` values."""
+    """Return the number of values in a block, if there are `count` values."""
     return max(1, math.isqrt(count) // 2)
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
-    """Return the mean of values in the order of their arrivals, with its interval.
+    """Return the mean of values with its confidence interval.
 
-    Blocks may begin anywhere. A block that reaches the end continues at the start, so
-    every value has the same weight.
+    The values must be in the order of the requests' arrivals. A block may begin at any
+    value, and continues at the first value after the last one. All values therefore
+    have the same weight.
 
     Raises:
         ValueError: there are no values.

@@ -1,7 +1,7 @@
-"""Which of two sides won, by how much, and how sure: one sentence.
+"""The verdict of a comparison: which side won, by how much, and with which confidence.
 
-Requests are paired: both sides got the same request at the same time. The interval is
-that of the mean difference of the pairs.
+Both sides got the same request at the same time, so their requests form pairs. The
+confidence interval is for the mean difference of the pairs.
 """
 
 import math
@@ -35,9 +35,10 @@ class Verdict:
     """The outcome of a comparison.
 
     Attributes:
-        winner: name of the side that won; None: no difference seen.
-        difference: for goodput, the share of good requests of the first side minus that
-            of the second; for latencies, the mean logarithm of their ratio.
+        winner: name of the side that won; None: no significant difference.
+        difference: for goodput, the first side's share of requests within the SLO minus
+            the second side's share. For latencies, the mean logarithm of the ratio of
+            the first side's latency to the second side's.
     """
 
     metric: str
@@ -56,8 +57,8 @@ class Verdict:
 def compare(first: SideResult, second: SideResult, metric: str, slo: Slo) -> Verdict:
     """Compare two sides of a run by one of METRICS.
 
-    A request that only one side got, because a turn before it failed on the other side,
-    counts as failed there.
+    If an earlier turn failed on one side, only the other side got the later requests of
+    the session. They count as failed on the side that did not get them.
     """
     a_by_index = {record.index: record.timeline for record in first.records}
     b_by_index = {record.index: record.timeline for record in second.records}

@@ -1,4 +1,4 @@
-// Draws the report of `baton bench` from the JSON in #data. Python has computed all figures.
+// Draws the report of `baton bench` from the JSON in #data, which has all computed figures.
 "use strict";
 
 const report = JSON.parse(document.getElementById("data").textContent);
@@ -25,7 +25,7 @@ function addTable() {
   }
 }
 
-// Joins the series of all sides to one table, as uPlot needs: a common list of x values.
+// Joins the series of all sides, because uPlot needs one list of x values for all series.
 function join(series) {
   return uPlot.join(series.map((each) => [each.x, each.y]));
 }

@@ -1,4 +1,4 @@
-"""Print one JSON line about a finished run: python tests/closing_line.py JUNIT_XML."""
+"""Print one JSON line about a finished test run: tests/closing_line.py JUNIT_XML."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 
 def closing_line(xml: str, commit: str) -> dict[str, object]:
-    """Return the counts of a JUnit report, with its time, machine and commit."""
+    """Return the summary of a JUnit report: counts, times, machine and commit."""
     suites = list(ElementTree.fromstring(xml).iter("testsuite"))
 
     def total(key: str) -> int:

@@ -17,18 +17,19 @@ import uvloop
 
 from protocol.settings.machine import available_cores
 
-_MAX_PROCESSES = 4  # each process starts servers of its own
+_MAX_PROCESSES = 4  # each process starts its own servers
 # Memory of one process: a dozen servers at most, each with torch.
 _PROCESS_BYTES = 4 << 30
 _E2E_FOLDER = "tests/e2e/"
-# The tests of _E2E_FOLDER from this file on take as long as those before it.
+# In the order of file names, the second half of the tests of _E2E_FOLDER begins here.
+# Both halves take about equally long.
 _SECOND_E2E_PART = "tests/e2e/test_g"
-# This limit is shorter than pytest's, so that a test that hangs can still end
-# everything that it has started.
+# This limit is shorter than pytest's timeout, so that a test that hangs can still end
+# the servers and tasks that it has started.
 _COROUTINE_TIMEOUT_S = 240.0
 
-# A shell starts jobs in the background with SIGINT ignored, and all processes inherit
-# that. Tests press Ctrl-C.
+# A shell starts background jobs with SIGINT ignored, and child processes inherit this.
+# Tests that send SIGINT to a program, like Ctrl-C, need the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -37,9 +38,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     # processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# An example has no time limit, because other processes use the same cores. `make test`
-# always draws the same examples for a commit, so that its result depends only on the
-# commit. `make test-all` draws new examples each time, and three times as many
+# Hypothesis examples have no time limit, because other processes use the same cores.
+# `make test` always draws the same examples for a commit, so its result depends only on
+# the commit. `make test-all` draws new examples each time, and three times as many
 # (tests/rigs/examples.py).
 _untimed = {
     "deadline": None,

@@ -3,8 +3,8 @@
     python -m tests.make_drafters mtp-mla eagle3-gqa      # prints their directories
 
 `ensure_drafter(kind)` trains on first use, which takes about a minute, and caches the
-result like `ensure_model`. A drafter learns the distribution of its target, so it
-proposes most tokens as the target draws them.
+result like `ensure_model`. A drafter learns the distribution of its target, so most of
+its proposals are tokens that the target also draws.
 """
 
 import hashlib
@@ -28,7 +28,8 @@ from tests import make_models
 from tests.make_models import Storyteller, ensure_model
 from tests.model import draft_reference
 
-# For each kind: the target, and the names of the drafter's weights.
+# For each kind: the kind of the target model, and the naming style of the drafter's
+# weights.
 KINDS = {
     "mtp-mla": ("mla", "nextn"),
     "mtp-gqa": ("gqa", "qwen"),
@@ -38,7 +39,8 @@ NUM_STEPS = 140
 ROW_TOKENS = 160
 _DRAFT_VOCAB_SIZE = 256
 _SHARE_OF_PROPOSED_ROWS = 0.3
-# The numbers of layers after which EAGLE-3 reads states of the targets, which have two.
+# The EAGLE-3 drafter reads the target's states after this many layers. Targets have
+# two.
 _TARGET_LAYERS = [0, 1, 2]
 _SOURCES = (__file__, make_models.__file__, draft_reference.__file__)
 
@@ -46,8 +48,8 @@ _SOURCES = (__file__, make_models.__file__, draft_reference.__file__)
 def ensure_drafter(kind: str) -> Path:
     """Return the directory of a trained drafter (see KINDS).
 
-    For MTP it is the directory of the target, with the layer. For EAGLE-3 it holds the
-    drafter only. The drafter is trained if the cache does not have it.
+    For MTP, the directory contains the target with the added MTP layer. For EAGLE-3, it
+    contains only the drafter. The drafter is trained if the cache does not have it.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; use one of {', '.join(KINDS)}")
@@ -90,12 +92,12 @@ def mtp_names(style: str, num_layers: int) -> dict[str, str]:
 
 
 class _Row(NamedTuple):
-    """A text, and what the target computes for it.
+    """The tokens of a text, and the states and probabilities that the target computes.
 
     Attributes:
-        states: the states after each number of layers, before the final norm.
-        normed: the last states after the final norm.
-        probabilities: [T, vocab], of the tokens after each position.
+        states: states[i] is the states after i layers, before the final norm.
+        normed: the states after all layers and the final norm.
+        probabilities: [T, vocab], the distribution of the next token at each position.
     """
 
     token_ids: Tensor
@@ -105,11 +107,11 @@ class _Row(NamedTuple):
 
 
 class _Target:
-    """A trained model of transformers, which makes the training data.
+    """A trained target model, which runs in transformers and makes the training data.
 
     Attributes:
-        tensors: its weights by their names in the files.
-        raw: its config.
+        tensors: the model's weights by their names in its files.
+        raw: the model's config.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,7 +127,7 @@ class _Target:
         values = self._model.config.to_dict()
         self.raw = {**values, **(values.get("rope_parameters") or {})}
         self.num_layers: int = values["num_hidden_layers"]
-        # transformers returns the last states normed only.
+        # transformers returns the last layer's states only after the final norm.
         self._last_states: list[Tensor] = []
         self._model.model.norm.register_forward_pre_hook(
             lambda module, inputs: self._last_states.append(inputs[0][0])
@@ -150,7 +152,7 @@ def _train(kind: str, target_folder: Path, folder: Path) -> None:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small matrices gain little from a second thread
     try:
-        # Tests may be in inference mode.
+        # The test that calls this may be in inference mode.
         with torch.inference_mode(False), torch.enable_grad():
             target = _Target(target_folder)
             if style == "eagle3":
@@ -175,16 +177,19 @@ def _fit(weights: list[Tensor], loss_of_row: Callable[[], Tensor]) -> None:
         weight.requires_grad_(False)
 
 
-# Returns the outputs and the logits of rows, from their tokens and states.
+# A drafter's forward pass: returns the outputs and the logits of rows, given the token
+# ids and states of these rows.
 _Formula = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _loss(
     formula: _Formula, token_ids: Tensor, states: Tensor, probabilities: Tensor
 ) -> Tensor:
-    """Return the loss of rows with the states of the target, and of rows of which some
-    have the output of the row before as their state, as when several tokens are
-    proposed.
+    """Return the sum of the losses of two passes over the same rows.
+
+    In the first pass, all states are the target's. In the second pass, the state of
+    some rows is the drafter's output for the previous row, as when a drafter proposes
+    several tokens.
     """
     outputs, logits = formula(token_ids, states)
     is_proposed = torch.rand(len(states), 1) < _SHARE_OF_PROPOSED_ROWS
@@ -273,8 +278,7 @@ def _train_eagle3(target: _Target, folder: Path) -> None:
 
 
 def _new_eagle3_layer(target: _Target) -> dict[str, Tensor]:
-    """Return weights to begin with, of which some are those of the target's last
-    layer."""
+    """Return initial weights. Some are copies of weights of the target's last layer."""
     size = target.raw["hidden_size"]
     last_layer = f"model.layers.{target.num_layers - 1}."
     layer = {
@@ -294,7 +298,9 @@ def _new_eagle3_layer(target: _Target) -> dict[str, Tensor]:
 
 
 def _frequent_tokens(target: _Target) -> Tensor:
-    """Return the ids of the tokens that occur most often, ascending."""
+    """Return the ids of the tokens to which the target gives the highest total
+    probability, in ascending order.
+    """
     counts = torch.zeros(target.raw["vocab_size"])
     for _ in range(50):
         counts += target.next_row().probabilities.sum(0)

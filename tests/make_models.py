@@ -81,7 +81,8 @@ _MLA: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-# The MLA latents have a size that FlashInfer supports. The second layer has experts.
+# MLA latents of a size that FlashInfer supports. Of the two layers, only the second has
+# experts.
 _MOE = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -102,9 +103,11 @@ def _gqa(
     }
 
 
-# Possible numbers of TP ranks: gqa 1, 2, 4, and 8 with replicated KV heads; gqa6 1, 2,
-# 6 and 3 (which does not divide its vocabulary); mla, with a latent cache of one head,
-# 1, 2 and 4. moe is mla with experts. gqa64 has heads that FlashInfer supports.
+# Possible numbers of TP ranks:
+# - gqa: 1, 2, 4, and 8 with replicated KV heads.
+# - gqa6: 1, 2, 3 and 6. Three ranks do not divide its vocabulary evenly.
+# - mla, with a latent cache of one head: 1, 2 and 4.
+# moe is mla with experts. gqa64 is gqa with a head size that FlashInfer supports.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": _gqa(128, 8, 4),
     "gqa6": _gqa(96, 12, 6),
@@ -112,8 +115,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("DeepseekV2ForCausalLM", _MLA),
     "moe": ("DeepseekV2ForCausalLM", {**_MLA, **_MOE}),
 }
-# With these variables, sums have the same order on all machines with AVX2, so that
-# training gives the same weights.
+# These variables make the order of floating-point sums the same on all machines with
+# AVX2, so that training gives the same weights on all of them.
 _REPRODUCIBLE = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_CBWR": "AVX2",
@@ -195,9 +198,9 @@ class Storyteller:
         )
 
     def _begin(self) -> None:
-        # Person and colour usually follow from those of the story before, so that
-        # greedy choices have a margin here too. Sometimes they are random, so that
-        # every combination occurs.
+        # Person and colour usually follow from those of the previous story, so that
+        # greedy choices have clear margins at the start of a story, too. Sometimes they
+        # are random, so that every combination occurs.
         if self._rng.random() < 0.2:
             self._name = self._rng.choice(NAMES)
             self._colour = self._rng.choice(COLOURS)

@@ -1,6 +1,7 @@
 """Reserves ports of this machine for a test.
 
-The system gives reserved ports to no process that requests a free port.
+While a port is reserved, the kernel does not assign it to a process that requests any
+free port.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ def reserved_ports(number: int) -> Iterator[list[int]]:
     """Reserve ports on which a test can start servers, and restart them.
 
     Each port is reserved by a socket that is bound but never listens. A server can bind
-    to the same port, because both sockets set SO_REUSEADDR. While no server is running,
-    the system does not regard the port as free.
+    to the same port, because both sockets set SO_REUSEADDR. Even while no server is
+    running, the kernel does not assign the port as a free one.
     """
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(number)]

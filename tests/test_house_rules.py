@@ -29,8 +29,9 @@ REQUIRED_FOLDERS = {
     "tests",
 }
 OTHER_FOLDERS = set("protocol model engine benchmarks docs baton_pd examples".split())
-# Text that no line may contain: a pattern for file names and a pattern for the text.
-# The patterns for text are concatenated from parts, so as not to match themselves.
+# Text that no line may contain. Each description maps to two patterns: one for the
+# names of the files to which the rule applies, and one for the forbidden text. The
+# patterns for text are concatenated from parts, so that they do not match this file.
 FORBIDDEN = {
     "a path of the machine that the line was written on": (
         "",
@@ -129,7 +130,9 @@ def multiplied_booleans(tree: ast.AST) -> Iterator[int]:
 
 
 def is_boolean(node: ast.expr) -> bool:
-    """Whether an expression is a comparison, a negation, or named is_... or has_..."""
+    """Return True if an expression is obviously boolean: a comparison, a logical
+    operation, a boolean constant, or a name or call that begins with is_ or has_.
+    """
     match node:
         case ast.Compare() | ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
             return True
@@ -143,7 +146,7 @@ def is_boolean(node: ast.expr) -> bool:
 
 
 def is_sequence(node: ast.expr) -> bool:
-    """Whether an expression is a list, a tuple or a string."""
+    """Return True if an expression is a list, a tuple, or a string or bytes."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str | bytes)
     return isinstance(node, ast.List | ast.ListComp | ast.Tuple | ast.JoinedStr)

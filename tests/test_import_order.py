@@ -34,8 +34,8 @@ WRAPPED = {
     "flashinfer": ("attention/flashinfer*.py",),
 }
 
-# Processes that consist of these modules must start in a fraction of a second and use
-# little memory.
+# Modules that must not import the packages in HEAVY. The processes that consist of
+# these modules must start in a fraction of a second and use little memory.
 TORCH_FREE = (
     "protocol/**/*.py",
     "proxy/*.py",
@@ -140,7 +140,7 @@ def wrapper_violations(imports: list[Import]) -> list[Import]:
 
 
 def module_graph(imports: list[Import], modules: set[str]) -> dict[str, set[str]]:
-    """Return the imports among `modules`: the modules that each of them imports."""
+    """Return, for each of `modules`, those of `modules` that it imports."""
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for imported in imports:
         importer = (

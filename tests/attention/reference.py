@@ -1,6 +1,6 @@
-"""Attention problems, and their expected results by plain attention in float64.
+"""Attention test cases, and a reference that computes their results in float64.
 
-The reference uses keys and values with the rounding of the pool's dtype.
+The reference first rounds keys and values to the pool's dtype, as the pool does.
 """
 
 import math
@@ -55,7 +55,7 @@ class Shape:
     num_q_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 16
-    rope_dim: int = 0  # elements of an MLA latent that only keys have; 0: no latents
+    rope_dim: int = 0  # elements of an MLA latent that only keys use; 0: no latents
     dtype: str = "float32"  # dtype of the queries
     kv_dtype: str = ""  # dtype of the pool; empty: the queries' dtype
     scales: tuple[float, ...] = ()  # scales of the pool; empty: all 1
@@ -93,7 +93,7 @@ def make_pool(shape: Shape) -> KVPool:
 def make(
     shape: Shape, name: str = "torch", pool: KVPool | None = None, **options: Any
 ) -> Any:
-    """Creates the backend `name` for the problem, with `pool` or with a new pool."""
+    """Creates the backend `name` for this shape, with `pool` or with a new pool."""
     layers = []
     for layer in shape.layers:
         sinks = None if layer.sinks is None else layer.sinks.to(shape.device)
@@ -219,7 +219,7 @@ def run_step(
 
 
 def stored(shape: Shape, values: torch.Tensor, component: int) -> torch.Tensor:
-    """Returns `values` [L, n, H, D] as the pool would store them, in float64."""
+    """Returns `values` [L, n, H, D] in float64, rounded as if the pool stored them."""
     scales = shape.scales or (1.0,) * (NUM_LAYERS * shape.num_components)
     by_layer = torch.tensor(scales).double().view(NUM_LAYERS, -1)
     scale = by_layer[:, component, None, None, None]
@@ -234,8 +234,8 @@ def reference(
     """Computes plain attention of the tokens [start, stop) of a sequence.
 
     Returns:
-        The outputs [L, n, Hq, D], without a latent's rope part, and the log-sum-exps
-        [L, n, Hq] without sinks.
+        The outputs [L, n, Hq, D] and the log-sum-exps [L, n, Hq]. With latents, the
+        outputs lack the RoPE part. The log-sum-exps do not include sinks.
     """
     repeats = shape.num_q_heads // shape.num_kv_heads
     k, v = (
@@ -273,7 +273,7 @@ def check_step(
 ) -> None:
     """Asserts that a step's outputs and log-sum-exps equal the reference's.
 
-    It also asserts that forwards with and without log-sum-exps have the same outputs.
+    It also asserts that the outputs are the same with and without log-sum-exps.
     """
     outs = run_step(backend, shape, seqs, spans, num_padding)
     for span, out in zip(spans, outs, strict=True):

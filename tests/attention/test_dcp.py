@@ -1,5 +1,5 @@
-"""Decode context parallelism: ranks that share the tokens of sequences attend like one
-rank that has all tokens.
+"""Decode context parallelism: ranks that share the tokens of sequences compute the same
+attention as one rank that has all tokens.
 
 Each rank is a thread.
 """
@@ -33,7 +33,7 @@ NUM_BLOCKS = 24
 
 
 class Ranks:
-    """A ContextGroup for each of `size` threads."""
+    """`size` ranks that run in threads. `member` returns a rank's ContextGroup."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -91,13 +91,13 @@ class Member:
 
 
 class Bench:
-    """Checks that `size` ranks that share the tokens of sequences attend like the torch
-    backend over complete sequences.
+    """Compares ranks that share the tokens of sequences with one torch backend that has
+    complete sequences.
 
     Args:
-        size: Number of ranks of the group. The group has the heads of `shape`.
+        size: Number of ranks. Together, they have the query heads of `shape`.
         scratch: Number of context tokens that are collected at once for prompts.
-        name: The backend that the ranks attend with.
+        name: The attention backend of the ranks.
     """
 
     def __init__(
@@ -194,9 +194,9 @@ def make_batch(query_lens, context_lens, tables, block_size) -> AttentionBatch:
 
 
 def check_growing_sequences(bench: Bench) -> None:
-    """Checks steps of prompts, chunks of prompts and single tokens.
+    """Checks steps that mix complete prompts, chunks of prompts and single tokens.
 
-    The steps continue until the sequences fill their blocks.
+    The steps end when all sequences have three blocks of tokens.
     """
     block_size = bench.shape.block_size
     longest = 3 * bench.tokens_per_block
@@ -224,8 +224,8 @@ def shape_of(kv_heads: int, q_heads: int, rope_dim: int = 0) -> Shape:
 
 
 def in_8_bits(shape: Shape) -> Shape:
-    """Returns the shape with an FP8 pool. Its scales differ, and one is so small that
-    large keys are clamped.
+    """Returns the shape with an FP8 pool. The pool's scales differ, and one scale is so
+    small that large keys are clamped.
     """
     scales = (0.02, 0.5, 0.003, 1.0) if shape.num_components == 2 else (0.02, 0.003)
     return replace(shape, kv_dtype=FP8, scales=scales)
@@ -255,8 +255,8 @@ def test_ranks_that_share_tokens_compute_the_outputs_of_one_rank(
 
 
 def test_long_context_is_collected_in_several_exchanges(monkeypatch):
-    """The context is collected in parts, because the memory outside of the KV pool is
-    too small for a complete context.
+    """A long context is collected in parts, because the temporary memory of an exchange
+    is limited.
     """
     bench = Bench(2, shape_of(2, 4), scratch=64)
     tables = np.arange(1, 9).reshape(1, 8)

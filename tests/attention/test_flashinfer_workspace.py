@@ -46,8 +46,8 @@ def test_float_workspace_equals_the_planners_maximum(
 def test_int_workspace_exceeds_a_wrappers_default_only_for_very_many_tiles():
     usual = StepLimits(max_seqs=1500, max_tokens=16384)
     assert workspace_of(32, 8, 128, usual, _H200).ints == DEFAULT_INT_BYTES
-    # The workspace has seven lists with an element for each tile (96 heads times 1,024
-    # + 2,999 tiles), and the first tile of each multiprocessor.
+    # The workspace has seven int32 lists with one element per tile (96 heads times
+    # 1,024 + 2,999 tiles), and 544 bytes for the first tile of each multiprocessor.
     large = StepLimits(max_seqs=3000, max_tokens=131_072)
     assert workspace_of(96, 8, 128, large, _H200).ints == 7 * 4 * 96 * 4023 + 544
 

@@ -1,5 +1,5 @@
-"""The limits of attention backends can be checked without importing them and without a
-GPU.
+"""The limits of attention backends are checked without a GPU and without importing the
+backends.
 """
 
 from dataclasses import replace

@@ -63,8 +63,8 @@ SHAPES = {
         for name, layers in SPECIAL.items()
     },
 }
-# The backend has two implementations: if few query heads share a KV head, keys are read
-# in place, otherwise they are copied.
+# The backend has two implementations. If few query heads share a KV head, it reads keys
+# in place. Otherwise it copies them.
 both_implementations = pytest.mark.parametrize(
     "num_kv_heads", [1, 4], ids=["copied", "in place"]
 )
@@ -170,8 +170,8 @@ def test_nan_in_one_sequence_affects_no_other_sequence_and_no_later_step():
     "shape",
     [
         Shape(order="LBCNHD"),
-        # Values must be rounded only once: after the first rounding, some would be a
-        # tie and be rounded differently by a second one.
+        # Values must be rounded directly to 8 bits. If they were rounded to 16 bits
+        # first, some would become ties, and the second rounding would differ.
         Shape(dtype="bfloat16", kv_dtype=FP8, scales=(0.003,) * 4),
     ],
     ids=["exact", "16 bits rounded once to 8"],

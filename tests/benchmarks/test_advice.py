@@ -200,8 +200,8 @@ def test_long_prompts_during_streams_favour_a_split():
 
 
 def test_busy_servers_of_a_host_slow_each_other_down():
-    """Two requests at once take twice as long if each step takes twice as long, and
-    one request alone is as fast as before.
+    """If a step takes twice as long while another server is busy, two concurrent
+    requests take twice as long. A single request takes as long as before.
     """
     shared = replace(
         HOST,
@@ -219,7 +219,7 @@ def test_busy_servers_of_a_host_slow_each_other_down():
 
 
 def test_step_that_overlaps_partly_is_slowed_down_partly():
-    """The second prompt begins when half of the first one's step is over."""
+    """The second prompt's step begins when the first prompt's step is half done."""
     times = replace(
         TIMES,
         request_s=0.0,
@@ -290,7 +290,9 @@ def test_real_run_sends_all_requests_of_a_long_trace():
 
 
 def test_split_with_the_most_reserve_is_the_best_of_equally_good_ones():
-    """Replicas are simpler, whatever their reserve."""
+    """The reserve is the unused part of the SLO's limits. Replicas are recommended
+    regardless of their reserve, because they are simpler.
+    """
     splits = [
         prediction("first", 1, 1.0)._replace(limit_use=0.9),
         prediction("second", 2, 0.99)._replace(limit_use=0.4),

@@ -1,5 +1,5 @@
-"""Traces of coding agents have the published statistics, and the least number of
-computed tokens is that of a server with an infinite cache.
+"""Traces of coding agents have the published statistics. The smallest possible number
+of computed tokens is that of a server with an infinite cache.
 """
 
 import json
@@ -64,7 +64,7 @@ sessions = st.builds(
 def test_least_number_of_computed_tokens_is_that_of_an_infinite_cache(
     sessions, shared_tokens, block_tokens
 ):
-    """The tokens of all prompts and answers are compared with each other."""
+    """The expected number is computed by comparing all prompts and answers."""
     workload = Workload(tuple(sessions), shared_tokens, "random")
     maker = PromptMaker(workload, BodyOptions(vocab_size=50_000))
     cached: set[tuple[int, ...]] = set()
@@ -120,7 +120,9 @@ SCALED = ("--sessions", "3", "--length-scale", "0.005", "--load", "20", "--rate"
 def test_servers_with_enough_memory_compute_hardly_more_than_the_least(
     has_pair: bool, capsys
 ):
-    """A server alone computes exactly the least: it is the server of the definition."""
+    """The smallest possible number is defined as that of a single server with an
+    infinite cache. So a single server with enough memory computes exactly this number.
+    """
     tiny_model = ensure_model("gqa")
     if has_pair:
         with cluster(tiny_model) as pair:
@@ -134,7 +136,7 @@ def test_servers_with_enough_memory_compute_hardly_more_than_the_least(
         argv = ["--model", str(tiny_model), *ENGINE_ARGV, "--role", "both"]
         with running(server := start("decode_server", *argv)):
             assert agents.main(["--url", server.url, *SCALED]) == 0
-    lines = capsys.readouterr().out.splitlines()  # those of the servers too
+    lines = capsys.readouterr().out.splitlines()  # includes the servers' lines
     document = json.loads(next(line for line in lines if line.startswith("{")))
     assert document["succeeded"] == document["requests"] > 60
     assert document["computed_over_least"] <= (1.3 if has_pair else 1.0)

@@ -343,7 +343,7 @@ def test_comparison_ends_in_one_sentence(endpoint, capsys, tmp_path):
         verdict = json.loads(last)["verdict"]
         assert (verdict["winner"], verdict["num_pairs"]) == ("B", 20)
         assert sentence in (tmp_path / "out.html").read_text()
-        # Replicas get the requests in turn.
+        # The two replicas of side B get requests alternately.
         assert [len(replica.bodies) for replica in replicas] == [10, 10]
         endpoint.failing = False
         assert cli.main(argv) == 0

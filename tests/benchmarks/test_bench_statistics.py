@@ -36,7 +36,9 @@ def test_interval_contains_the_true_mean_19_times_in_20():
 
 
 def test_interval_of_dependent_values_is_wider():
-    """Neighbours in queues depend on each other, so they count as fewer values."""
+    """The results of neighbouring requests in a queue depend on each other. So they
+    count as fewer independent values.
+    """
     rng = np.random.default_rng(3)
     groups = np.repeat(rng.normal(0.0, 1.0, 100), 9)
     shuffled = rng.permutation(groups)
@@ -74,7 +76,7 @@ def verdict(a: list[Any], b: list[Any], metric: str = "ttft") -> Verdict:
 
 
 def test_pairing_detects_a_small_difference_under_large_variation():
-    """Requests take from 0.1 to 10 s, and those of A always 5 % longer."""
+    """Requests take from 0.1 to 10 s. On side A, they take 5 % longer on average."""
     rng = random.Random(1)
     b = [10 ** rng.uniform(-1, 1) for _ in range(100)]
     a = [1.05 * seconds * rng.uniform(0.97, 1.03) for seconds in b]

@@ -203,7 +203,7 @@ def test_later_turn_contains_earlier_turns_and_answers():
     answers = [Answer("abc", (1, 2, 3)), Answer("d")]
     third = prompts.tokens(2, 2, answers)
     assert third[:23] == [*first, 1, 2, 3]
-    assert len(third) == 20 + 3 + 5 + 3 + 5  # an answer without ids has its length too
+    assert len(third) == 20 + 3 + 5 + 3 + 5  # answers without ids count fully, too
     body = PromptMaker(WORKLOAD, BodyOptions(uses_words=True)).body(
         2, 1, answers[:1], model="m", returns_token_ids=False
     )

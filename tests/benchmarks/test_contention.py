@@ -80,7 +80,7 @@ def test_tasks_that_overlap_partly_are_slowed_down_partly():
 
 
 def test_kinds_of_tasks_are_slowed_down_differently_by_each_other():
-    """A device gives prompts 2 of 3 parts of its time, and decode steps the third."""
+    """The device gives two thirds of its time to prompts, and one third to decoding."""
     prompt = Contention("prompt", alike=(1.0, 2.0, 3.0), mixed=(1.0, 1.5, 2.0))
     decode = Contention("decode", alike=(1.0, 2.0, 3.0), mixed=(1.0, 3.0, 6.0))
     events = Events()
@@ -97,7 +97,7 @@ def test_kinds_of_tasks_are_slowed_down_differently_by_each_other():
 
 
 def test_split_on_one_gpu_is_predicted_with_mixed_slowdowns():
-    """Prompts that decode steps hardly slow down are computed sooner."""
+    """If decode steps hardly slow prompts down, prompts are computed sooner."""
     load = workload_of(*[(0.02 * index, 400, 40) for index in range(30)])
     slo = Slo(ttft=60.0)
     times = replace(TIMES, decode_slowdown=(1.0, 2.0), prompt_slowdown=(1.0, 2.0))
@@ -134,7 +134,9 @@ def test_task_without_work_ends_at_once_on_an_idle_frontend():
 @pytest.mark.parametrize("deployment", [REPLICAS, PAIR])
 @pytest.mark.parametrize("work", ["request_work_s", "delivery_s", "handoff_work_s"])
 def test_work_outside_of_engines_slows_engines_on_a_cpu(deployment, work):
-    """It slows no engine that has a device of its own, and delays no idle request."""
+    """The work slows no engine that has its own device. It delays no request that is
+    alone on the servers.
+    """
     burst = workload_of(*[(0.01 * index, 100, 20) for index in range(40)])
     one = workload_of((0.0, 100, 20))
     slo = Slo(ttft=60.0)
@@ -163,7 +165,9 @@ def test_work_outside_of_engines_slows_engines_on_a_cpu(deployment, work):
 
 
 def test_work_of_a_hand_over_lengthens_a_step_of_the_decode_server():
-    """An idle request gets its second token later by that work, and its first not."""
+    """If a request is alone on the servers, the work delays its second token, but not
+    its first token.
+    """
     one = workload_of((0.0, 100, 11))
     slo = Slo(ttft=60.0)
     busy = replace(HOST, times=replace(TIMES, handoff_step_s=0.05))
@@ -211,7 +215,9 @@ def test_work_outside_of_engines_counts_as_tasks():
 def test_disturbed_measurements_are_repeated_and_left_out(
     monkeypatch, others, seconds, expected, num_runs
 ):
-    """The processors that other programs use cannot be chosen, so they are scripted."""
+    """A test cannot choose how many processors other programs use. So these numbers are
+    scripted.
+    """
     reports = iter(others)
 
     class Scripted(OtherPrograms):

@@ -163,8 +163,8 @@ def burst_s(fleet: Fleet) -> float:
 def test_burst_is_split_almost_as_well_as_possible():
     """One prefill and one decode server share the prompts of a burst.
 
-    The estimated speeds of the servers are the initial ones, or those after a minute of
-    short and long prompts.
+    The estimated speeds of the servers are the initial estimates, or the estimates
+    after 20 s of short and long prompts.
     """
     fixed_shares_s = []
     for share in (0.2, 0.25, 0.3):

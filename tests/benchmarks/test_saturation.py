@@ -1,4 +1,4 @@
-"""Corrections of the simulated servers by closed loops."""
+"""Corrections of the simulated servers, derived from closed loops on real servers."""
 
 from dataclasses import replace
 
@@ -53,7 +53,9 @@ def test_closed_loop_fills_all_servers():
 
 @pytest.mark.parametrize("deployment", arrangements(4))
 def test_correction_makes_the_simulation_as_slow_as_the_real_servers(deployment):
-    """Here, the real servers are a simulation with other factors."""
+    """In this test, a simulation with other factors takes the place of the real
+    servers.
+    """
     real = Correction(request=1.4, step=0.9)
     name = deployment.arrangement
     real_host = replace(BUSY_HOST, corrections={name: real})
@@ -116,4 +118,4 @@ def test_split_that_was_not_measured_gets_the_correction_of_a_similar_one():
         factor = host.times_of(deployment).token_s / TIMES.token_s
         nearest = {0: 2.0, 1: 3.0, 2: 3.0, 3: 0.5, 4: 0.5, 5: 0.5, 6: 4.0, 7: 4.0}
         assert factor == pytest.approx(nearest[deployment.prefills])
-    assert host.times_of(REPLICAS) == BUSY_HOST.times  # of four servers
+    assert host.times_of(REPLICAS) == BUSY_HOST.times  # four servers, not eight

@@ -28,7 +28,7 @@ def test_reads_are_measured_against_bare_nixl(capfd):
     (path,) = {path for case, path in rows if case == name} - {"bare NIXL"}
     # The path may vary, because each rank chooses by costs that it has just measured.
     assert path in ("direct", "staged", "mixed")
-    # This is at most one for each rank and block.
+    # There is at most one descriptor for each rank and block.
     assert rows[name, path]["descriptors"] <= 2 * 128 // 64
     assert rows[name, path]["of_bare"] > 0
     assert rows[name, "bare NIXL"]["descriptors"] == 2 * 128 // 64

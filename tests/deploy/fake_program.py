@@ -12,14 +12,14 @@ MODE is one of:
 - die-later: serves, and exits after GET /die.
 - waiting: answers GET /ready with 503.
 - numbered: prints 2000 numbered lines before it serves.
-- fragile: serves, and cannot start again at the port that it had.
-- first: fails unless it is the first server of its kind, which the launcher started
-  with the cluster.
+- fragile: serves, but fails if it is started again with the port that it had.
+- first: serves if it is the first program of its kind that this launcher has started,
+  and otherwise reports why it fails.
 - chatty: prints 4 MB before it serves, and a line when it exits.
 - refusing: serves, but refuses every new member.
 
 A fake proxy has the members of its command line, and the part of the admin API that
-`baton up` uses. A drained member has no requests.
+`baton up` uses. It reports that a drained member has no requests.
 """
 
 import json

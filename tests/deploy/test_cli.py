@@ -98,7 +98,9 @@ TOOLS = [ChatSettings, DoctorSettings, FilesSettings, ModelsSettings, ScaleSetti
 
 
 def test_servers_accept_the_variables_of_all_tools(monkeypatch):
-    """One environment may be that of several programs."""
+    """Several programs may run in one environment, so servers also accept variables of
+    tools.
+    """
     names = {variable_name(path) for tool in TOOLS for path in field_paths(tool)}
     programs = {
         variable_name(path)

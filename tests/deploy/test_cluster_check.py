@@ -262,7 +262,7 @@ def test_real_cluster_is_checked_by_real_pulls(capsys, monkeypatch):
 
 
 def _last_json(capsys: Any) -> dict[str, Any]:
-    """Return the JSON in the output, which has the servers' log lines, too."""
+    """Return the last JSON line of the output, which also has lines of servers."""
     lines = capsys.readouterr().out.splitlines()
     report = json.loads([line for line in lines if line.startswith("{")][-1])
     assert isinstance(report, dict)

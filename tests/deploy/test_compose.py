@@ -1,7 +1,7 @@
 """The compose file for one host with CPUs, and the images.
 
-Compose itself reads the file. Its services are run as processes of this machine, with
-the same commands and environments.
+The program docker-compose reads the file. The services run as processes of this
+machine, with the same commands and environments.
 """
 
 import json
@@ -195,6 +195,7 @@ def test_servers_and_proxy_have_one_secret_which_has_no_default():
 def test_image_runs_as_an_ordinary_user_and_removes_the_build_of_the_stub(name):
     text = (COMPOSE.parent / name).read_text()
     assert re.search(r"^USER (?!root)\w+$", text, re.MULTILINE)
-    # The second build would keep files of the first that are newer than the sources.
+    # Without `rm -rf build`, the second build would keep files of the first build (of
+    # the stub) that are newer than the sources.
     rest = text.partition("baton_pd/__init__.py")[2]
     assert rest.index("rm -rf build") < rest.index("COPY . .")

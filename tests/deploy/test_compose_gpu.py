@@ -60,7 +60,7 @@ def one_host() -> Any:
 
 
 def host_folder(folder: Path, **values: str) -> Path:
-    """Make the folder of a host, as docs/deployment.md says, with values in .env."""
+    """Make a host's folder as docs/deployment.md describes, with values in .env."""
     folder.mkdir()
     names = (COMPOSE.name, "prometheus-rules.yml", "grafana-dashboard.json")
     for name in names:
@@ -122,7 +122,7 @@ def test_hosts_with_one_env_file_each_form_one_cluster(tmp_path):
         **shared,
     )
     d = host_folder(tmp_path / "d", ADDRESS="host-d", DECODE_DEVICES="0", **shared)
-    # The .env names the compose file.
+    # COMPOSE_FILE in .env names the compose file, so no option is needed.
     prefill = settings(compose_config(p), "prefill")
     decode = settings(compose_config(d), "decode")
     proxy = settings(compose_config(d), "proxy")
@@ -183,7 +183,7 @@ def test_servers_of_a_host_see_each_other_and_every_gpu(one_host):
             "service:namespaces",
         )
         (reserved,) = server["deploy"]["resources"]["reservations"]["devices"]
-        assert (reserved["driver"], reserved["count"]) == ("nvidia", -1)  # all
+        assert (reserved["driver"], reserved["count"]) == ("nvidia", -1)  # -1: all GPUs
         assert server["ulimits"]["memlock"] == -1
     assert services["namespaces"]["ipc"] == "shareable"
 

@@ -1,9 +1,9 @@
 """The services of docker-compose.gpu.yml on several hosts, with the real image.
 
-Each host is a network namespace with a folder of its own, as docs/deployment.md says:
-the compose file, .env, and cpu.yml for hosts without GPUs. All ports that the docs do
-not name are closed, and KV moves over TCP. Root, buildah, debootstrap and iptables are
-required.
+Each host is a network namespace with its own folder. As docs/deployment.md describes,
+the folder has the compose file, .env, and cpu.yml for hosts without GPUs. All ports
+that the docs do not name are closed, and KV moves over TCP. Root, buildah, debootstrap
+and iptables are required.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ services:
       BATON_LEASE_S: "4"
   decode: *small
 """
-# KV of 1 KiB per token needs half a second per prompt on such a link.
+# The rate of the link. At this rate, the KV of a prompt takes about half a second,
+# because a token has 1 KiB of KV.
 LINK = "8mbit"
 
 
@@ -83,7 +84,7 @@ def reference(models: Path) -> Reference:
 
 
 def cpu_override() -> str:
-    """Return the file for hosts without GPUs, from the docs."""
+    """Return the text of cpu.yml, the file for hosts without GPUs, from the docs."""
     (text,) = re.findall(r"```yaml\n# cpu.yml\n(.*?)```", DEPLOYMENT.read_text(), re.S)
     return str(text)
 
@@ -294,7 +295,9 @@ def test_stopped_services_drain_within_their_grace_period(cluster, reference):
 
 
 def _num_stored(cluster: Machines, port: int) -> float:
-    """Return how many offers of a server on host a the store has accepted."""
+    """Return the number of KV offers that the store has accepted from a server on host
+    a.
+    """
     return sum(
         value
         for name, value in cluster.metrics("a", port).items()
@@ -324,12 +327,14 @@ def test_all_services_on_one_host_use_mapped_memory(image, models, reference, tm
         cluster.url = "http://127.0.0.1:8000"
         with cluster.hosts.inside("a"):
             wait_until(cluster.is_ready, 180)
-            # KV that is computed before a server can use the store is not offered.
+            # KV that a server computed before it was connected to the store is never
+            # offered to the store.
             for port in (8100, 8200):
                 wait_until(lambda port=port: _uses_store(cluster, port), 60)
             prompt = make_prompt(99_000, 300)
             answer = complete(cluster.url, prompt, 8)
-            # The store keeps what both servers have, across their containers.
+            # The store gets KV from both servers, although each is in its own
+            # container.
             for port in (8100, 8200):
                 wait_until(lambda port=port: _num_stored(cluster, port) > 0)
         assert answer.token_ids == reference.generate(prompt, 8)

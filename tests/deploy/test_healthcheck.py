@@ -12,8 +12,8 @@ from deploy.healthcheck import fetch, main
 
 @contextlib.contextmanager
 def program_that_sends(answer: bytes) -> Iterator[int]:
-    """Run a program that sends `answer` to its first client, then closes the
-    connection. The value is its port.
+    """Run a program that sends `answer` to its first client, and then closes the
+    connection. Yield the program's port.
     """
 
     def serve() -> None:
@@ -40,7 +40,9 @@ def program_that_sends(answer: bytes) -> Iterator[int]:
     ids=["cut off", "error cut off", "another protocol", "nothing"],
 )
 def test_answer_that_is_not_complete_http_is_an_oserror(answer):
-    """`baton up` repeats a request that ends so, when its proxy dies during it."""
+    """If the proxy dies during a request of `baton up`, the answer is incomplete.
+    `baton up` repeats a request that ends with an OSError.
+    """
     with program_that_sends(answer) as port, pytest.raises(OSError):
         fetch(f"http://127.0.0.1:{port}/", timeout_s=10)
 

@@ -1,6 +1,6 @@
 """The pods of the overlay `cpu` run, roll and end as Kubernetes would have them do.
 
-The test plays kubelet (tests/rigs/kubelet.py): it runs the rendered pod templates in
+tests/rigs/kubelet.py takes the place of kubelet: it runs the rendered pod templates in
 namespaces, with their commands, variables, users, probes, preStop hooks and grace
 periods.
 """
@@ -161,7 +161,7 @@ def _body(index: int) -> dict[str, Any]:
 
 
 def _stream(cluster: Cluster, body: dict[str, Any]) -> list[int]:
-    """Return the tokens of a stream. The calling thread is in the node's network.
+    """Return the tokens of a stream. The calling thread must be in the node's network.
 
     Raises:
         AssertionError: the stream is an error or has no proper end.
@@ -233,7 +233,7 @@ class _Load:
 
 def _proxy_total(cluster: Cluster, name: str, **labels: str) -> float:
     """Return the sum of the samples with these labels, over all ready proxies. The
-    calling thread is in the node's network.
+    calling thread must be in the node's network.
     """
     headers = {"authorization": f"Bearer {_KEYS['admin-key']}"}
     total = 0.0
@@ -302,7 +302,7 @@ def test_servers_keep_kv_in_the_store_of_their_pod(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_servers_of_two_hosts_answer_and_end_as_a_whole(two_hosts: Cluster) -> None:
-    """The test plays LeaderWorkerSet too: the pods of a server have its variables."""
+    """The rig also replaces LeaderWorkerSet, and sets its variables in pods."""
     with two_hosts.hosts.inside(NODE):
         assert len(_stream(two_hosts, _body(1))) == 300
         assert _proxy_total(two_hosts, "baton_proxy_requests_total", path="pd") == 1

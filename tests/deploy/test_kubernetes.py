@@ -39,7 +39,7 @@ KUBERNETES_VERSION = "1.34"
 MONITOR = K8S / "components" / "monitor"
 NAMES = ["base", *sorted(path.name for path in (K8S / "overlays").iterdir())]
 SCHEMAS = yaml.safe_load(Path(__file__).with_name("custom_resources.yml").read_text())
-# What the API server and LeaderWorkerSet set in a pod.
+# Values that the API server and LeaderWorkerSet set in a pod.
 FIELDS = {"status.podIP": "10.244.1.7"}
 GROUP = {
     "LWS_LEADER_ADDRESS": "baton-0.baton.default",
@@ -55,7 +55,7 @@ def manifests(name: str) -> list[Manifest]:
 
 @functools.cache
 def secret() -> Manifest:
-    """Return the Secret that a user makes of secret.env.example."""
+    """Return the Secret that a user makes from secret.env.example."""
     text = (K8S / "secret" / "secret.env.example").read_text()
     names = re.findall(r"(?m)^([\w-]+)=$", text)
     return {
@@ -76,7 +76,7 @@ def programs(name: str) -> list[tuple[str, Manifest, Manifest]]:
 
 
 def http_programs(name: str) -> list[tuple[str, Manifest, Manifest]]:
-    """Return the programs without KV stores, which serve no HTTP."""
+    """Return `programs` without KV stores, because KV stores serve no HTTP."""
     return [each for each in programs(name) if "kv" not in each[2]["command"]]
 
 
@@ -168,7 +168,7 @@ def test_servers_register_the_addresses_of_their_pods_with_the_proxies(
 def test_probes_request_paths_of_the_program_at_its_port(name):
     for pod, _, container in http_programs(name):
         if pod.endswith("workerTemplate"):
-            continue  # it serves no HTTP
+            continue  # a worker pod serves no HTTP
         port = container["ports"][0]["name"]
         paths = {}
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -183,8 +183,9 @@ def test_probes_request_paths_of_the_program_at_its_port(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_drain_can_end_within_the_grace_period(name):
-    """A server drains for half of its grace period and then ends its engine within all
-    of it. The proxy drains and ends within its grace period.
+    """A server drains for half of BATON_SHUTDOWN_GRACE_S. Then its engine may take all
+    of BATON_SHUTDOWN_GRACE_S to end. A proxy drains and ends within
+    BATON_SHUTDOWN_GRACE_S.
     """
     for pod, spec, container in http_programs(name):
         env = environment(name, spec, container)
@@ -209,7 +210,8 @@ def test_pods_run_as_the_user_of_the_image_without_privileges(name):
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        # The variables of a Service named baton are no options of Baton.
+        # With service links, Kubernetes would set BATON_* variables for a Service named
+        # baton. They are not options of Baton.
         assert spec["enableServiceLinks"] is False
         assert spec["automountServiceAccountToken"] is False
         assert container["resources"]["requests"] and container["resources"]["limits"]
@@ -220,7 +222,9 @@ def test_pods_run_as_the_user_of_the_image_without_privileges(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_images_and_options_are_replaced_everywhere(name):
-    """By default, kustomize replaces them only in Kubernetes' own kinds."""
+    """By default, kustomize replaces images and names of ConfigMaps only in the kinds
+    of Kubernetes itself, not in custom resources.
+    """
     tag = "cpu" if name == "cpu" else "gpu"
     for pod, _, container in programs(name):
         assert container["image"] == f"baton:{tag}", pod
@@ -292,7 +296,9 @@ def test_pod_monitors_scrape_each_job_that_alerts_name_with_a_key_that_opens_met
 
 
 def test_grafana_finds_the_dashboard_and_prometheus_the_alerts():
-    """tests/deploy/test_observability.py compares them with those of compose."""
+    """tests/deploy/test_observability.py compares dashboard and alerts with those for
+    compose.
+    """
     objects = Objects(manifests("monitor"))
     config = objects.get("ConfigMap", "baton-dashboard")
     assert config["metadata"]["labels"] == {"grafana_dashboard": "1"}
@@ -324,8 +330,8 @@ def test_model_volume_can_be_added_to_every_kind_of_server(tmp_path):
 
 
 def test_every_server_uses_the_store_of_its_pod(tmp_path):
-    """The store is a sidecar: it starts before the servers, ends after them, and stays
-    when one of them is restarted.
+    """The store is a sidecar: it starts before the servers, ends after them, and keeps
+    running when a server is restarted.
     """
     for name in ("base", "overlays/cpu", "overlays/gpu-pair"):
         folder = tmp_path / name
@@ -400,7 +406,7 @@ def test_no_secret_has_a_value_in_the_repository():
 
 
 def test_pool_has_the_servers_at_the_port_of_both_legs():
-    """A picker reads metrics and sends requests at one port of all pods."""
+    """An endpoint picker uses one port of all pods, for metrics and for requests."""
     objects = Objects(manifests("gateway"))
     pool = objects.get("InferencePool", "baton")["spec"]
     selector = pool["selector"]["matchLabels"]
@@ -416,7 +422,7 @@ def test_pool_has_the_servers_at_the_port_of_both_legs():
     assert prefill["ports"][0]["containerPort"] == port["number"]
     (sidecar,) = roles["decode"]["initContainers"]
     assert f"--port={port['number']}" in sidecar["args"]
-    # The default of the sidecar for the port of its server.
+    # 8200 is the sidecar's default for the port of the decode server.
     (decode,) = roles["decode"]["containers"]
     assert decode["ports"][0]["containerPort"] == 8200
     service = objects.get("Service", pool["endpointPickerRef"]["name"])["spec"]

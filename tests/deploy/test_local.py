@@ -59,7 +59,7 @@ def test_cluster_is_ready_after_the_proxy_and_prints_what_the_proxy_waits_for():
 
 def test_warming_ends_once_the_servers_are_ready(monkeypatch):
     monkeypatch.setenv("ONLY_WARM", "1")
-    # The port is in use, as by a cluster that is serving.
+    # The port is in use, as if a cluster were serving on it.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -86,7 +86,7 @@ def test_http_proxy_variable_and_slow_model_list_do_not_matter(monkeypatch):
 def test_ctrl_c_reaches_only_the_launcher_and_ends_all():
     with launched("serve,serve,serve") as launcher:
         processes_by_url = query_processes(launcher.endpoint())
-        # A terminal also sends the signal to the process group.
+        # Like a terminal, send the signal to the whole process group.
         os.killpg(launcher.process.pid, signal.SIGINT)
         assert launcher.end() == 0
         assert all(has_ended(process["pid"]) for process in processes_by_url.values())

@@ -84,7 +84,7 @@ def test_dashboard_and_rules_use_only_labels_that_the_metrics_have():
 
 
 def test_kubernetes_gets_the_same_dashboard_and_alerts():
-    """Kustomize reads no files outside of its folder, so it has copies."""
+    """Kustomize reads no files outside of its folder, so that folder has copies."""
     folder = ROOT / "deploy" / "k8s" / "components" / "monitor"
     dashboard = (folder / "grafana-dashboard.json").read_text()
     assert dashboard == DASHBOARD.read_text(), "run `make manifests`"

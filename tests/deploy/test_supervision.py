@@ -88,13 +88,13 @@ def test_killed_part_is_restarted_with_the_same_options_at_the_same_url(part):
         options = {"argv", "environ"}
         before = {name: processes_by_url[url][name] for name in options}
         after = {name: restarted[name] for name in options}
-        # The first run had any free port, the second one has the same port.
+        # The first run chose a free port. The second run gets this port as an option.
         for each in (before, after):
             each["argv"] = sorted(
                 word for word in each["argv"] if not word.startswith(("--port", "--si"))
             )
         assert after == before
-        # The other parts have not noticed.
+        # The other parts were not restarted.
         for other, process in processes_by_url.items():
             assert other == url or get(other)["pid"] == process["pid"]
         launcher.process.send_signal(signal.SIGINT)
@@ -186,7 +186,7 @@ def test_ray_that_is_not_installed_is_named_with_its_command(monkeypatch):
 
 
 class StillPlace(LocalPlace):
-    """A place whose only process does what the test says."""
+    """A place with a single process, whose events the test sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def end(supervisor: Supervisor, place: StillPlace) -> None:
 
 
 class FullPlace(StillPlace):
-    """A place that has no process left for further runs."""
+    """A place that cannot start its process again after it has ended."""
 
     def spawn(self, command: Command, on_event: OnEvent) -> Any:
         if self.process.exited.is_set():
@@ -270,7 +270,7 @@ def test_restart_that_cannot_be_started_is_tried_again_later():
     part = add_ready_part(supervisor, place)
     end(supervisor, place)
     assert part.state is State.BACKING_OFF
-    part.deadline = 0.0  # the back-off is over
+    part.deadline = 0.0  # ends the back-off
     supervisor.take_event(0)
     supervisor.take_event(0)
     assert part.state is State.BACKING_OFF
@@ -299,7 +299,7 @@ def test_server_that_ends_while_it_is_drained_does_not_end_the_cluster():
 
 
 def test_server_that_ends_already_gets_no_second_signal():
-    """A second signal would kill it."""
+    """A second signal would kill the server at once."""
     supervisor = make_supervisor()
     place = StillPlace()
     part = add_ready_part(supervisor, place)
@@ -327,8 +327,8 @@ def test_optional_part_that_hangs_is_ended_while_the_others_have_time(monkeypatc
     supervisor.take_event(0)
     assert len(supervisor.parts) == 1
     now_s = 31.0
-    supervisor.take_event(0)  # kills it
-    supervisor.take_event(0)  # handles its end
+    supervisor.take_event(0)  # kills the part
+    supervisor.take_event(0)  # handles the end of the part
     assert supervisor.parts == []
 
 

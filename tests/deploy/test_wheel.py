@@ -1,7 +1,7 @@
 """The installed product: built, installed into an empty environment, and used.
 
-The environment sees the libraries of the running one by a .pth file, which does not
-make this checkout importable.
+A .pth file makes the libraries of the running environment importable in the new one. It
+does not make this checkout importable.
 """
 
 import os

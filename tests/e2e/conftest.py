@@ -44,7 +44,8 @@ def all_blocks_return(tiny_cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def client(tiny_cluster: Cluster) -> Iterator["openai.OpenAI"]:
-    import openai  # GPU machines run part of these tests without it
+    # GPU machines run some of the tests without this package.
+    import openai
 
     with openai.OpenAI(
         base_url=f"{tiny_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120

@@ -1,5 +1,6 @@
-"""A fleet of servers in which tests cause faults, through relays in front of the decode
-servers.
+"""A fleet of servers in which tests cause faults.
+
+Relays in front of the decode servers can cut connections and hold requests.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ from tests.rigs.cutter import Cutter, Hold
 from tests.rigs.plain_http import http
 
 _FAST_HEALTH_CHECKS = ("--health-interval-s", "0.1", "--health-timeout-s", "0.5")
-# Fields that differ between two answers to the same request, each removed with one of
-# the commas next to it. The last event has `baton_kv`, and of several choices that
-# speculate, another one may end last.
+# Matches fields that may differ between two answers to the same request, each with an
+# adjacent comma. `baton_kv` is one of them, because it is in the last event, and which
+# of several speculating choices ends last may vary.
 _VARYING_FIELD = (
     r'"(?:id|item_id|created|created_at|baton_kv|accepted_prediction_tokens|'
     r'rejected_prediction_tokens)":(?:"[^"]*"|\d+|\{[^}]*\})'
@@ -49,8 +50,7 @@ class Fleet:
     Attributes:
         cutters: the relays in front of the decode servers, in the same order as
             `decodes`.
-        replacements: ends the servers that were started as replacements, when it is
-            closed.
+        replacements: exit stack that ends the replacement servers when it is closed.
         stopped: pids of the processes that a fault has suspended.
     """
 
@@ -84,8 +84,8 @@ class Fleet:
 
     @contextlib.contextmanager
     def single_decode_server(self) -> Iterator[Cutter]:
-        """Drain all decode servers but one, which gets all requests in this block.
-        Yield its relay.
+        """Drain all decode servers except one, so that it gets all requests of this
+        block. Yield that server's relay.
         """
         response = http.get(f"{self.proxy.url}/ready", timeout=10)
         is_ready = response.json()["servers"]
@@ -102,8 +102,10 @@ class Fleet:
             self._for_all_others(chosen, "undrain")
 
     def _serves(self, index: int) -> bool:
-        """Query the server directly, because the proxy may not have noticed yet that
-        the server is lost.
+        """Return True if the decode server at this index is ready.
+
+        Query the server itself, because the proxy may not have noticed yet that the
+        server is lost.
         """
         with contextlib.suppress(httpx.TransportError):
             response = http.get(f"{self.cutters[index].url}/ready", timeout=5)
@@ -174,7 +176,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def start_fleet(model: Path, num_decodes: int) -> Iterator[Fleet]:
-    """Every second decode server speculates."""
+    """Run a fleet until the block ends. Every second decode server speculates."""
     decode = partial(start_decode, model, "--shutdown-grace-s", "0.1")
     speculating = partial(decode, "--speculate", "ngram:6")
     starts = [speculating if index % 2 else decode for index in range(num_decodes)]

@@ -1,8 +1,8 @@
 """Compares a prefill and a decode server, each of any geometry, with a single server.
 
-A cell of the matrix is a pair of geometries. No two cells use the same prompts, so a
-prefix cache holds only what the cell put there: nothing, a prefix on P, a prefix on D,
-or both.
+A cell of the matrix is a pair of geometries. No two cells use the same prompts. So of a
+cell's prompts, the prefix caches hold only what the cell itself put there: nothing, a
+prefix on P, a prefix on D, or both.
 """
 
 import contextlib
@@ -106,8 +106,9 @@ class Key(NamedTuple):
 class Farm:
     """Servers of any geometry. Each is started at its first use.
 
-    Before more than `max_ranks` engine processes would run, the least recently used
-    servers are stopped, except the `lent` servers, which belong to the caller.
+    The farm runs at most `max_ranks` engine processes. To start further servers, it
+    stops the least recently used ones. The `lent` servers belong to the caller. The
+    farm neither counts nor stops them.
     """
 
     max_ranks: int
@@ -262,7 +263,8 @@ def check_cell(
             "skipped": hit,
         }
     assert_idle(prefiller, decoder)
-    # Each prompt has one lease, which is completed once, whatever the number of ranks.
+    # Each prompt has one lease. It is completed once, regardless of the number of
+    # ranks.
     increases = _lease_and_pull_counts(prefiller, decoder) - before
     expected_counts = dict.fromkeys(("granted", "completed", "done"), len(cases))
     assert increases == expected_counts

@@ -1,6 +1,8 @@
-"""Sessions of coding agents while the decode server of a pair is killed, and the
-conversations of a trace on a server with a small pool. With a KV store, the servers
-compute hardly more than one server with an infinite cache would.
+"""With a KV store, servers compute hardly more tokens than one server with an infinite
+cache would.
+
+One test runs sessions of coding agents on a pair, and kills the pair's decode server.
+The other test runs the conversations of a trace on a server with a small pool.
 """
 
 import itertools
@@ -43,10 +45,10 @@ STORE_BYTES = 512 << 20
 COMPUTED = "baton_engine_step_prompt_tokens_total"
 ANSWERS = 'baton_proxy_requests_total{path="pd"'
 MAX_TURNS = 15
-# The computed tokens exceed the least by at most this factor. It is 1.03 to 1.08 with a
-# store, and 6.4 without.
+# Maximum ratio of the computed tokens to the smallest possible number. Measured ratios
+# are 1.03 to 1.08 with a store, and 6.4 without.
 MAX_EXCESS = 1.25
-# The trace has 24 conversations of 6 turns. Blocks of 512 tokens become blocks of 16.
+# The size of the trace. LENGTH_SCALE turns its blocks of 512 tokens into blocks of 16.
 NUM_CONVERSATIONS = 24
 NUM_TURNS = 6
 LENGTH_SCALE = 1 / 32
@@ -56,8 +58,8 @@ MAX_TRACE_EXCESS = 1.1
 def sessions() -> Workload:
     """Return the first turns of ten sessions, shorter and faster than usual.
 
-    Most sessions pause at any time, so that running sequences fit into the small pools.
-    Otherwise these would be preempted and computed again.
+    At any time, most sessions pause, so that the running sequences fit into the small
+    pools. Otherwise, running sequences would be preempted and computed again.
     """
     workload = scaled(agent_workload(10, 1.0, seed=7), load=3.0, length=0.02)
     shortened = [
@@ -68,8 +70,8 @@ def sessions() -> Workload:
 
 
 def pool_options(workload: Workload) -> tuple[str, ...]:
-    """Return the options of servers with a tenth of the memory that all sessions need,
-    or as much as the longest session needs.
+    """Return options that limit a server's pool to a tenth of the sessions' working
+    set, or to what the longest session needs if that is more.
     """
     lengths = [
         sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
@@ -86,7 +88,7 @@ def pool_options(workload: Workload) -> tuple[str, ...]:
 
 @contextmanager
 def store(is_used: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the options with which servers use a store, if there is one."""
+    """Run a store if `is_used`. Yield the options with which servers use it."""
     if not is_used:
         yield ()
         return
@@ -129,7 +131,8 @@ def test_sessions_continue_with_their_kv_when_the_decode_server_is_killed(uses_s
             partial(start_prefill, model, *options),
             partial(start_decode, model, *options),
         ) as (prefill, decode):
-            # KV that is computed before a server can use the store is not offered.
+            # KV that a server computed before it was connected to the store is never
+            # offered to the store.
             up = float(uses_store)
             wait_until(lambda: prefill.metrics()["baton_host_kv_up"] == up)
             wait_until(lambda: decode.metrics()["baton_host_kv_up"] == up)
@@ -156,8 +159,10 @@ def test_sessions_continue_with_their_kv_when_the_decode_server_is_killed(uses_s
 
 
 def write_trace(path: Path) -> None:
-    """Write conversations in Mooncake's format. A prompt has the complete blocks of the
-    preceding prompt of its conversation, and all prompts begin with the same block.
+    """Write conversations in Mooncake's format.
+
+    A prompt begins with the complete blocks of the previous prompt of its conversation.
+    All prompts begin with the same block.
     """
     rng = random.Random(7)
     new_block = itertools.count(1)
@@ -180,7 +185,9 @@ def write_trace(path: Path) -> None:
 
 @pytest.mark.parametrize("uses_store", [True, False])
 def test_conversations_of_a_trace_are_computed_once(uses_store, tmp_path, capsys):
-    """Between two turns of a conversation, others evict it from the pool."""
+    """Between two turns of a conversation, other conversations evict its KV from the
+    pool.
+    """
     trace = tmp_path / "conversations.jsonl"
     write_trace(trace)
     workload = scaled(read_trace(trace), load=1.0, length=LENGTH_SCALE)
@@ -195,7 +202,7 @@ def test_conversations_of_a_trace_are_computed_once(uses_store, tmp_path, capsys
             wait_until(lambda: server.metrics()["baton_host_kv_up"] == up)
             assert agents.main([*argv, "--url", server.url]) == 0
             assert_idle(server)
-    lines = capsys.readouterr().out.splitlines()  # those of the servers too
+    lines = capsys.readouterr().out.splitlines()  # includes the servers' lines
     document = json.loads(next(line for line in lines if line.startswith("{")))
     print(json.dumps({**document, "uses_store": uses_store}))
     assert document["requests"] == NUM_CONVERSATIONS * NUM_TURNS

@@ -72,7 +72,9 @@ def test_message_is_disaggregated_and_has_the_chats_text(
 
 
 def test_limit_may_exceed_the_context(agent_client, tiny_reference):
-    """Agents send limits for models with longer contexts. The model ends by itself."""
+    """Agents send token limits that suit models with longer contexts. Such a limit is
+    accepted, and the answer ends before it.
+    """
     ids, text = tiny_reference.answer(_CHAT, 60)
     assert len(ids) < 60
     answer = agent_client.messages.create(**{**_REQUEST, "max_tokens": 32_000})
@@ -101,7 +103,8 @@ def test_assistants_last_message_is_continued(agent_client, tiny_reference):
     turn = {"role": "assistant", "content": begin}
     messages = [*_REQUEST["messages"], turn]
     answer = agent_client.messages.create(**{**_REQUEST, "messages": messages})
-    # The limit of 60 tokens now begins later, so the answer may be longer.
+    # The limit of 60 tokens now applies to the continuation alone, so the complete
+    # message may be longer.
     assert answer.content[0].text.startswith(rest)
 
 
@@ -118,7 +121,8 @@ def test_limit_of_zero_tokens_caches_the_prompt_for_the_next_request(agent_clien
     num_created = warmed.usage.cache_creation_input_tokens
     assert num_created > 100 and num_created > warmed.usage.cache_read_input_tokens
     answer = agent_client.messages.create(**{**request, "max_tokens": 5})
-    # All full blocks but the last, of which the last token is computed again.
+    # At most the last block is not read from the cache, because the last token of a
+    # prompt must be computed again.
     assert answer.usage.cache_read_input_tokens > _prompt_tokens(warmed.usage) - 64
 
 
@@ -139,7 +143,7 @@ def test_tool_runner_calls_functions(agent_client, stream):
     runner = agent_client.beta.messages.tool_runner(
         **{**_REQUEST, "max_tokens": 200},
         tools=[paint],
-        # The tiny model would never stop a text.
+        # Without a forced call, the tiny model would generate text without an end.
         tool_choice={"type": "tool", "name": "paint"},
         max_iterations=2,
         stream=stream,

@@ -1,5 +1,5 @@
-"""Requests with different keys or salts share no cached KV, and answers do not reveal
-it.
+"""Requests with different keys or salts share no cached KV. Answers do not reveal that
+such KV is cached.
 """
 
 import itertools
@@ -89,8 +89,8 @@ def cached_in_usage(answer: httpx.Response) -> int:
 
 
 def hits_in_headers(answer: httpx.Response) -> int:
-    """Return the number of tokens that a server had cached, or pulled before a
-    prefill.
+    """Return the number of prompt tokens that, according to the headers, a server had
+    cached or the prefill server pulled.
     """
     decode = parse_kv(answer.headers["x-baton-kv"])
     prefill = parse_kv(answer.headers.get("x-baton-kv-prefill", "skipped=0"))

@@ -15,8 +15,8 @@ _MAX_TOKENS = 200
 
 @pytest.mark.parametrize("argv", [(), ("--tp", "2")], ids=["one rank", "two ranks"])
 def test_answers_are_those_without_a_draft_model(tiny_model: Path, argv) -> None:
-    """The draft model is as slow as the model, so only few tokens are proposed, to
-    find out whether that has changed."""
+    """The draft model is as slow as the target model, so proposals do not pay off.
+    The server still proposes a few tokens, to find out whether that has changed."""
     option = f"model:{ensure_model('gqa6')}:4"
     start = partial(start_decode, tiny_model)
     with started(start, partial(start, "--speculate", option, *argv)) as servers:

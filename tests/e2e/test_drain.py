@@ -151,8 +151,8 @@ def _drain_under_load(
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [_drain, _terminate])
 def test_answers_of_a_draining_server_continue_on_others(tiny_model, end):
-    """The draining server has two ranks and speculates. Of the servers that take over,
-    each has one rank, and the first one speculates otherwise."""
+    """The draining server has two ranks and speculates. The two servers that take over
+    have one rank each, and only the first of them speculates, with another limit."""
     decode = partial(start_decode, tiny_model, *_ARGV)
     leaving = partial(decode, "--tp", "2", "--speculate", "ngram:6")
     speculating = partial(decode, "--speculate", "ngram:2")
@@ -183,7 +183,7 @@ def test_answers_wait_or_return_if_all_other_servers_are_full(tiny_model):
 
 
 def _end_last_server(server: Server, proxy: Server, body: dict[str, Any]) -> None:
-    """End the only decode server during an answer, which the server must finish
+    """End the only decode server during an answer. The server must finish the answer
     first.
     """
     with ThreadPoolExecutor(1) as pool:

@@ -1,5 +1,5 @@
-"""A server can run the prefill or the decode leg of a request and lend its KV, whatever
-its role.
+"""A server of any role can run the prefill or the decode leg of a request, and lend its
+KV.
 """
 
 import time
@@ -42,9 +42,7 @@ def test_server_with_both_legs_uses_its_cached_kv(servers):
 
 
 def hint_to(server: Server) -> dict[str, Any]:
-    """Return the parameters of a request with a signed hint: `server` may have a
-    prefix.
-    """
+    """Return a signed hint that `server` may have KV of the beginning of a prompt."""
     ready = httpx.get(f"{server.url}/ready", timeout=10).json()
     hint = KVHint(
         host=ready["side_channel_host"],
@@ -67,13 +65,13 @@ def test_second_turn_pulls_kv_that_only_the_answering_server_has(servers, revers
     answer = complete(d.url, prompt, 60, kv_transfer_params=prefill(p.url, prompt))
     assert answer.kv == {"transferred": 151, "recomputed": 0, "skipped": 0}
     assert answer.token_ids == reference.generate(prompt, 60)
-    # Of these 215 tokens, D has KV of 210. It has none of the last token of its answer,
-    # which it did not have to compute.
+    # D has KV of the first 210 of these 215 tokens. It has no KV of the last token of
+    # its answer, because no step had that token as its input.
     turn_2 = [*prompt, *answer.token_ids, 5, 6, 7, 8]
 
     params = {**REMOTE_DECODE, "hint": hint_to(d)}
     first = post(p.url, **greedy(turn_2, 1, kv_transfer_params=params))
-    # How many of the tokens are in full blocks of P, and how many in full blocks of D.
+    # The numbers of tokens in full blocks of P and in full blocks of D.
     p_tokens, d_tokens = (128, 208) if reverse else (144, 192)
     assert parse_kv(first.headers["x-baton-kv"]) == {
         "transferred": d_tokens - p_tokens,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("all_blocks_return")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LM_EVAL_TASKS = Path(__file__).parent / "lm_eval_tasks"
 TIMEOUT_S = 300
-# The tests below that run each example.
+# The examples that the tests below run.
 TESTED = {"agent.py", "chat_stream.py", "structured_output.py", "tools.py"} | {
     "pd_pair.sh",
     "lm_eval.sh",

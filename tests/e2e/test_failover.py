@@ -1,9 +1,9 @@
 """A decode server is lost during an answer, and the client does not notice.
 
-The servers and the faults are real; tests/engine/test_resume.py cuts streams after each
-frame instead. The slow test has every fault at every position of every kind of answer.
-Some of these combinations are also in `test_answer_survives_a_fault`, which always
-runs.
+The servers and the faults are real. (tests/engine/test_resume.py cuts streams after
+each frame, without real servers.) A slow test has every fault at every position of
+every kind of answer. `test_answer_survives_a_fault`, which always runs, has some of
+these combinations.
 """
 
 import itertools
@@ -87,7 +87,9 @@ def _vocabulary(model: Path) -> dict[str, int]:
 
 
 def _request(kind: str, position: str, model: Path) -> tuple[str, dict[str, Any]]:
-    """Return the path and body of a request that has this position in its answer."""
+    """Return the path and body of a request whose answer has this position. A fault
+    will happen there.
+    """
     body = {"model": MODEL, "max_tokens": 30, "return_token_ids": True, **_KINDS[kind]}
     is_free = kind != "structured" and position not in ("in a grammar", "in a call")
     if position in _MOMENTS:
@@ -130,8 +132,8 @@ class Case:
     Attributes:
         after: the number of tokens before the fault, or AT_REQUEST or AT_ANSWER, which
             are negative.
-        is_running: whether the request runs on until the fault, which then comes at an
-            arbitrary token.
+        is_running: whether the request keeps running until the fault. The fault then
+            happens at an arbitrary token.
     """
 
     name: str
@@ -256,8 +258,8 @@ def _differences(fleet: Fleet, cases: Sequence[Case], fault: str) -> dict[str, s
     differences = {}
     for case, text in zip(cases, texts, strict=True):
         if case.after < 0:
-            # The request starts again on a server that may compute cached tokens anew,
-            # because it cannot pull them in time.
+            # The request starts again on another server. That server may compute cached
+            # tokens again, if it cannot pull them in time.
             text = text.replace('"cached_tokens":0', '"cached_tokens":64')
         try:
             _assert_same(by_choice(text), by_choice(case.expected))

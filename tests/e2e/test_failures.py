@@ -1,4 +1,6 @@
-"""Faults of servers or between them never change the text that a client gets."""
+"""Faults of servers, or of connections between servers, never change the text that a
+client gets.
+"""
 
 import json
 import signal
@@ -129,10 +131,11 @@ def test_prefill_server_killed_during_a_transfer_loses_no_answer(
 
 
 def _stop_during_a_request(server: Server, prompt: list[int], seconds: float) -> None:
-    """Suspend the HTTP process for longer than --hang-timeout-s allows an engine to be
-    silent.
+    """Suspend a server's HTTP process, during a request, for longer than
+    --hang-timeout-s.
 
-    The engine sends all the time, so it must not be regarded as hanging.
+    The engine is not suspended and keeps sending. So the server must not regard it as
+    hanging.
     """
     body = greedy(prompt, 400, stream=True)
     with http.stream(

@@ -45,8 +45,8 @@ from tests.rigs.cluster import (
     wait_until,
 )
 
-# A block that becomes free within a test was released, because its lease has not
-# expired by then.
+# Leases are longer than any test. So a block that becomes free during a test was
+# released, and is not free because its lease expired.
 _LEASE_S = 120
 # With one step per token, the prefill of a long prompt takes seconds.
 _SLOW_PREFILL = ("--max-num-batched-tokens", "1")

@@ -155,8 +155,8 @@ def test_every_prompt_behind_vllm_router_is_transferred(vllm_router, tiny_cluste
 
 
 def test_sidecar_of_llm_d_gets_the_answers_of_a_single_decode_server(tiny_cluster):
-    """The sidecar is a program in Go, so the test sends the two requests that it makes
-    of a client's with the connector nixlv2.
+    """The test does not run the sidecar, which is a program in Go. It sends the two
+    requests into which the sidecar's connector nixlv2 splits a client's request.
     """
     (prefill_server,) = tiny_cluster.prefill
     (decode_server,) = tiny_cluster.decode

@@ -56,8 +56,8 @@ def _chat(url: str, seed: int, **members: Any) -> str:
 
 @pytest.mark.slow
 def test_server_starts_with_an_end_token_beyond_the_vocabulary(tiny_model, tmp_path):
-    """Values in the file that would be refused in a request do not prevent the start
-    either.
+    """The file has an end token beyond the vocabulary, and values that a server would
+    refuse in a request. Neither prevents the start.
 
     Masks of end tokens and grammars still work.
     """

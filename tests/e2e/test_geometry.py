@@ -53,7 +53,7 @@ def engines(tiny_model: Path, tiny_cluster: Cluster) -> Iterator[Farm]:
         yield servers
 
 
-# The order matters: in this one, no engine is started twice.
+# The order of the cells matters: in this order, no engine is started twice.
 _CELLS = {
     "blocks of 64 to 16": (_PLAIN, _SMALL),
     "NHD blocks of 16 to head-major 64": (_NHD, _PLAIN),
@@ -157,9 +157,8 @@ def test_decode_server_with_kv_convert_converts_dtypes_and_block_sizes(
 def test_all_choices_use_the_same_converted_kv(engines, tiny_model, length):
     """All choices share the full blocks of the prompt, with KV from the prefill server.
 
-    The later choices compute the rest of the prompt in the decode server's dtype. So
-    the first choice must compute the rest too, and not use the converted KV of the
-    rest.
+    The second choice computes the rest of the prompt in the decode server's dtype. So
+    the first choice must compute the rest, too, instead of using its converted KV.
     """
     prefiller, decoder = engines.pair(tiny_model, _BFLOAT16, _CONVERTING)
     prompt = make_prompt(1000 + length, length)

@@ -31,7 +31,9 @@ _FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": _PARAM
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, but the last tokens of its vocabulary are harmony's tags."""
+    """The tiny model, with harmony's tags in place of the last tokens of its
+    vocabulary.
+    """
     folder = tmp_path_factory.mktemp("harmony") / "model"
     shutil.copytree(tiny_model, folder)
     data = json.loads((folder / "tokenizer.json").read_text())

@@ -1,5 +1,7 @@
-"""Servers of a host keep their KV in a store, from which they and others pull it after
-it was evicted or its server was killed. Every answer equals that of a lone server.
+"""Servers of a host keep their KV in a store.
+
+After KV was evicted, or its server was killed, the same servers and others pull it from
+the store. Every answer equals that of a single server without a store.
 """
 
 import contextlib
@@ -68,7 +70,7 @@ def host_kv(store: Server) -> tuple[str, ...]:
 def complete(
     server: Server, prompt: list[int], num_tokens: int = 20, **members: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """Return the tokens of an answer, and the sources of its prompt's KV."""
+    """Return the tokens of an answer, and the number of prompt tokens by KV source."""
     response = post(server.url, **greedy(prompt, num_tokens, **members))
     assert response.status_code == 200, response.text
     tokens = response.json()["choices"][0]["token_ids"]
@@ -94,15 +96,18 @@ def evict(server: Server) -> None:
 
 
 def until_demoted(server: Server, num_before: float = 0) -> None:
-    """Wait until the server has demoted KV and none of its blocks is leased."""
+    """Wait until the server has demoted KV to the store and none of its blocks is
+    leased.
+    """
     wait_until(lambda: num_demoted(server) > num_before)
     wait_until(server.all_blocks_free)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_is_pulled_from_the_store_by_servers_of_any_geometry(kind):
-    """A prompt is evicted on its server, pulled by another server of unlike geometry,
-    and by a successor of its killed server.
+    """A server evicts the KV of a prompt, and pulls it back from the store. Another
+    server of different geometry, and a successor of the killed first server, pull it
+    too.
     """
     name, shared, options_a, options_b = KINDS[kind]
     model = ensure_model(name)
@@ -202,8 +207,9 @@ def test_prefill_server_pulls_from_the_store_what_it_has_evicted():
 
 
 def test_server_of_another_host_pulls_from_a_store(tmp_path):
-    """The store of host a listens at an address of the network. Nothing on host b uses
-    it, so b gets hints to it. The hosts share no memory.
+    """The store on host a listens at a network address. The server on host b is not
+    connected to a store, so the proxy sends it hints to that store. The hosts share no
+    memory.
     """
     if lacking := missing_requirement():
         pytest.skip(lacking)
@@ -225,8 +231,9 @@ def test_server_of_another_host_pulls_from_a_store(tmp_path):
             expected, _ = complete(owner, prompt)
             until_demoted(owner)
             answers = [complete(proxy, prompt)[0] for _ in range(2)]
-            # The requests go to the servers alternately. Before each turn, other
-            # prompts evict the session on both, and the proxy knows that.
+            # The requests go to the two servers alternately. Before each request, other
+            # prompts evict the first prompt's KV on both servers. The proxy keeps track
+            # of that.
             for _ in range(2):
                 for _ in range(8):
                     complete(proxy, fresh_prompt(900), 1)
@@ -237,8 +244,8 @@ def test_server_of_another_host_pulls_from_a_store(tmp_path):
 
 
 def test_stopped_server_leaves_all_its_kv_in_the_store():
-    """The server is stopped right after its answer. Its successor computes nothing that
-    the server has computed in full blocks.
+    """The server is stopped right after its answer. Its successor pulls all full blocks
+    that the server has computed.
     """
     model = ensure_model("gqa")
     with started(start_store) as (store,):
@@ -297,8 +304,8 @@ def test_killed_decode_server_recomputes_only_the_tail_of_its_streams(cluster):
     program.read_until("baton | decode-0 is ready again at ")
     for stream, tokens in zip(streams, expected, strict=True):
         stream.assert_tokens(tokens)
-    # The tail of a stream that was not demoted is at most two blocks, and the store
-    # has all of its prompt.
+    # At most the last two blocks of each stream were not demoted. The store has all
+    # full blocks of the prompt.
     metrics = decode.metrics()
     num_computed = metrics["baton_engine_step_prompt_tokens_total"]
     assert num_computed <= len(prompts) * 2 * 64

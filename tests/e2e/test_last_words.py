@@ -1,6 +1,7 @@
-"""`baton up` ends with a line about the process that died first and its last output.
+"""The last line of `baton up` names the process that died first and quotes its last
+output.
 
-Lines that other processes write after that must not replace it.
+Lines that other processes write later must not replace the quoted output.
 """
 
 import os

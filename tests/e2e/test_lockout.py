@@ -96,7 +96,7 @@ def test_chats_of_closed_connections_block_no_other_client(short_queue_cluster):
 
 
 def test_new_schemas_block_no_request_without_a_schema(short_queue_cluster):
-    """Clients send new schemas one after the other. Each takes long to compile."""
+    """Clients send new schemas all the time. Each schema takes long to compile."""
     assert send_ordinary_requests(short_queue_cluster) == [200] * 15
     statuses: list[int] = []
     numbers = itertools.count(1_000_000)

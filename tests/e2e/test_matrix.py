@@ -1,8 +1,8 @@
 """Any prefill geometry with any decode geometry generates the tokens of a single
 server.
 
-The expected tokens come from a decode server with tensor parallelism 1 and without a
-prefix cache, used alone. Cells with a common server are adjacent, so that each server
+The expected tokens come from a single decode server with tensor parallelism 1 and
+without a prefix cache. Cells with a common server are adjacent, so that each server
 starts once.
 """
 
@@ -63,7 +63,7 @@ def test_sizes_that_do_not_divide_one_another(engines, p, d):
     _check(engines, "gqa6", Geometry(p), Geometry(d))
 
 
-# The staging memory is so small that it holds only two or three blocks of the peer. So
+# In the first pair, the staging memory holds only two or three blocks of the peer. So
 # pulls have many chunks and wait for one another.
 _COMBINED = [
     (

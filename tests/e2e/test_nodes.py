@@ -1,5 +1,5 @@
-"""One server on several nodes: on loopback addresses, and on hosts with networks of
-their own.
+"""One server on several nodes. The nodes are loopback addresses of this machine, or
+hosts with their own networks.
 """
 
 import json
@@ -65,7 +65,8 @@ def test_server_on_two_nodes_equals_transformers(tiny_model, tiny_reference):
             prompt = make_prompt(91_000 + length, length)
             answer = complete(first.url, prompt, 12)
             assert answer.token_ids == tiny_reference.generate(prompt, 12)
-        # A service manager stops all nodes at once. Each ends in order.
+        # A service manager stops all nodes at the same time. Each must end without an
+        # error.
         for server in (other, first):
             server.child.signal(signal.SIGTERM)
         _wait_for_ends(first, other)
@@ -255,7 +256,7 @@ def _cut_network(hosts: Hosts, servers: list[Server]) -> None:
 
 
 def _kill_host(hosts: Hosts, servers: list[Server]) -> None:
-    """All processes of the host end without closing their connections."""
+    """Kill all processes of host b, so that host a sees no connection close."""
     hosts.drop_packets("b", "a")
     servers[1].child.signal(signal.SIGKILL)
 

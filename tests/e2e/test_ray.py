@@ -24,7 +24,8 @@ pytestmark = [
 
 NUM_STREAMS = 4
 NUM_TOKENS = 700
-# Includes the time until Ray notices the loss of a node, and a start of servers.
+# The time limit includes the time until Ray detects the loss of a node, and the start
+# of new servers.
 RESTART_TIMEOUT_S = 240.0
 SERVERS = ("prefill_server", "decode_server")
 
@@ -112,7 +113,8 @@ def test_streams_outlive_a_node_whose_servers_restart_on_another(tiny_model, ray
         streams = [Stream(url, prompt, NUM_TOKENS) for prompt in prompts]
         for stream in streams:
             stream.wait_for_events(5)
-        # No node has CPUs for all three servers, so one decode server continues.
+        # No node has CPUs for all three servers, so one decode server runs on another
+        # node and continues.
         (lost,) = [node for node in ray.nodes if node.has("prefill_server")]
         lost.kill()
         program.read_until("baton | prefill-0 ended: ")
@@ -147,7 +149,9 @@ def servers_of(url: str) -> list[bool]:
 
 
 def _check_scaling(url: str) -> None:
-    """Scale to one decode server while both have a stream. The streams continue."""
+    """Scale to one decode server while both decode servers have streams. All streams
+    must continue.
+    """
     prompts = [fresh_prompt(60) for _ in range(NUM_STREAMS)]
     answers = complete_all(url, prompts, NUM_TOKENS)
     streams = [Stream(url, prompt, NUM_TOKENS) for prompt in prompts]

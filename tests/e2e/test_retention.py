@@ -1,4 +1,4 @@
-"""Requests through a proxy ask to keep their prompts on both servers."""
+"""Requests through a proxy ask both servers to retain the KV of their prompts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +16,8 @@ MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 @pytest.fixture(scope="module")
 def tiny_cluster(tiny_model: Path) -> Iterator[Cluster]:
-    """A cluster without the pins of other tests, which may fill an owner's share or
-    expire between two counts."""
+    """A cluster for this module alone. Pins of other tests could fill an owner's share,
+    or expire between two counts."""
     with cluster(tiny_model) as running:
         yield running
 
@@ -51,7 +51,8 @@ def test_both_servers_pin_the_prompt(
         system = {"role": "system", "content": "Be brief. " * 40, **MARK}
         messages = [system, {"role": "user", "content": "Why is that so? " * 40}]
         body = {"messages": messages, **fields}
-        # A request for one token needs no KV on the decode server.
+        # A request for one token needs no KV on the decode server, so only the prefill
+        # server pins blocks.
         answer = send(tiny_cluster.url, "unused", path, {**body, "max_tokens": 1})
         num_tokens = answer.json()["usage"]["prompt_tokens"]
         wait_until(lambda: num_pinned(servers[0]) > before[0])

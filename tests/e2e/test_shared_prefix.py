@@ -1,5 +1,5 @@
-"""Four servers together compute a shared prefix only once, although its prompts arrive
-at the same time.
+"""Four servers together compute a shared prefix only once, although prompts with this
+prefix arrive at the same time.
 """
 
 from functools import partial
@@ -33,8 +33,8 @@ def _computed_share(
     """Return the number of computed tokens divided by the smallest possible number.
 
     Each of the prefixes is shared by `num_prompts` prompts. Prompts of different
-    prefixes alternate, and many arrive at the same time. Before that, the servers
-    measure their speed.
+    prefixes alternate, and many arrive at the same time. A warm-up first lets the
+    servers measure their speed.
     """
     argv = ["--kv-cache-tokens", "32768", "--max-queue-s", "600"]
     starts = [partial(start_prefill, model, *argv)] * num_prefills

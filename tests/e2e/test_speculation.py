@@ -143,7 +143,9 @@ def test_chats_are_equal(servers, kind, stream):
 
 
 def test_proposals_are_accepted_and_counted(servers):
-    """A greedy answer of the tiny model soon repeats itself."""
+    """A greedy answer of the tiny model soon repeats itself, so the n-gram drafter's
+    proposals are accepted.
+    """
     server = servers[1]
     body = {"model": MODEL, "prompt": _TEXT, "max_tokens": 400, "temperature": 0}
     before = server.metrics()

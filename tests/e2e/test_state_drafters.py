@@ -14,8 +14,8 @@ _MAX_TOKENS = 150
 
 
 def _assert_equal_answers(drafting: Server, url: str, plain_url: str) -> None:
-    """Compare answers, and the counts of proposals with the metrics of the server that
-    drafts."""
+    """Assert that answers are equal, and that the counts of proposals in answers agree
+    with the metrics of the drafting server."""
     counts = [0, 0]
     for options in REQUESTS:
         texts, *answer_counts = answers(url, options, _MAX_TOKENS)
@@ -30,8 +30,8 @@ def _assert_equal_answers(drafting: Server, url: str, plain_url: str) -> None:
         and ('"mtp"' in name or '"eagle3"' in name)
     )
     assert accepted == num_accepted
-    # The model is as fast as the drafter, so only few tokens are proposed, to find out
-    # whether that has changed.
+    # The drafter is as slow as the target model, so proposals do not pay off. The
+    # server still proposes a few tokens, to find out whether that has changed.
     assert num_accepted + num_rejected > 0
 
 
@@ -63,7 +63,9 @@ def test_answers_are_those_without_a_drafter(kind, argv) -> None:
 def test_pulled_prompts_are_continued_with_proposals(
     kind, prefill_drafts, prefill_argv
 ) -> None:
-    """If the prefill server has the drafter, too, its KV comes with the rest."""
+    """If the prefill server has the drafter, too, the decode server also pulls the KV
+    of the drafter.
+    """
     folder, speculate = engine_options(kind, 2)
     argv = ("--speculate", speculate)
     if prefill_drafts:

@@ -1,6 +1,6 @@
 """Streams continue while the servers of `baton up` are killed and restarted.
 
-tests/deploy/test_supervision.py has the rules of restarts.
+tests/deploy/test_supervision.py tests the rules of restarts.
 """
 
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 4
 NUM_TOKENS = 700
-# Includes the restart of a server.
+# The time limit of an answer includes the restart of a server.
 ANSWER_TIMEOUT_S = 180.0
 
 

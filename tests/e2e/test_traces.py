@@ -1,4 +1,4 @@
-"""One request through a prefill and a decode server: its spans, line and exemplars."""
+"""Spans, log line and exemplars of a request through a prefill and a decode server."""
 
 import json
 import re
@@ -33,7 +33,9 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(tiny_model: Path, collector: Collector) -> Iterator[Cluster]:
-    """A cluster that sends traces, some by option and some by OTEL_* variables."""
+    """A cluster that sends traces. The proxy is configured by an option, and the
+    servers by OTEL_* variables.
+    """
     options = ["--otlp-traces-endpoint", collector.url, "--log-format", "json"]
     env = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -72,7 +74,9 @@ def complete(cluster: Cluster, flags: str, stream: bool) -> str:
 
 
 def tree(spans: list[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """Return each span's parent's name and the span, by service and name."""
+    """Return (name of the parent span, span) for each span. The key is the service and
+    name of the span.
+    """
     names = {span.span_id.hex(): f"{service} {span.name}" for service, span in spans}
     return {
         names[span.span_id.hex()]: (
@@ -123,7 +127,7 @@ def test_spans_of_all_processes_are_one_tree_below_the_client(
         )
     ]
     assert ordered == sorted(ordered)
-    margin_ns = 2_000_000  # between the clocks of processes, which are read separately
+    margin_ns = 2_000_000  # tolerance, because each process reads its own clock
     for parent, span in spans.values():
         assert span.start_time_unix_nano <= span.end_time_unix_nano
         if parent != "client":
@@ -138,7 +142,7 @@ def test_spans_of_all_processes_are_one_tree_below_the_client(
 
 
 def check_lines(traced: Cluster, request_id: str) -> None:
-    """Check the line of a request at the proxy, and that all lines are JSON objects."""
+    """Check the proxy's log line of a request. All log lines must be JSON objects."""
     lines = [
         json.loads(line) for server in traced.servers() for line in server.child.tail
     ]
@@ -180,8 +184,8 @@ def test_histograms_have_exemplars_with_the_trace(traced):
 def test_trace_that_the_client_does_not_sample_has_no_spans(traced, collector):
     unsampled = complete(traced, "00", False)
     sampled = complete(traced, "01", False)
-    # Spans of earlier requests may still arrive. The sampled request came last, so all
-    # spans of the other one would be there by then.
+    # The sampled request is sent last. When its spans have arrived, any spans of the
+    # unsampled request would have arrived, too.
     wait_until(lambda: len(spans_of(collector, sampled)) >= 2)
     assert spans_of(collector, unsampled) == []
 
@@ -198,7 +202,7 @@ def spans_of(collector, request_id):
 
 
 def test_dead_collector_changes_nothing_but_one_warning(tiny_model):
-    """The cluster starts, serves and ends in time, and every line is a JSON object."""
+    """The cluster starts, serves and ends in time. Every log line is a JSON object."""
     dead = Collector()
     dead.close()
     argv = [*BATON, "up", "--model", str(tiny_model), "--device", "cpu", "--port", "0"]

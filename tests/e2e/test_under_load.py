@@ -1,5 +1,5 @@
-"""Under load, servers on separate hosts lose their connection, and servers are
-replaced.
+"""Under load, two servers on different hosts lose their connection, or all servers are
+replaced. Clients must get only right answers.
 """
 
 import contextlib

@@ -106,13 +106,13 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(params=[0, 1])
 def depth(request: pytest.FixtureRequest) -> int:
-    """Number of launched steps that may be unfinished when the next is launched."""
+    """Number of steps that may be unfinished when the next step is launched."""
     return int(request.param)
 
 
 @contextmanager
 def compiling(*compiled: Grammar) -> Iterator[GrammarCompiler]:
-    """Yields a compiler of the tiny model (512 logits) that has compiled `compiled`."""
+    """Yields a compiler of the tiny model (512 logits) with these compiled grammars."""
     compiler = GrammarCompiler(ensure_model("gqa"), 512, lambda: None)
     for grammar in compiled:
         compiler.compile(grammar).exception()

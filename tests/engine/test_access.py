@@ -383,7 +383,7 @@ async def test_changed_key_file_is_reloaded_and_a_broken_one_ignored(caplog, tmp
         assert "line 1" in caplog.text
         path.unlink()
         await until(lambda: caplog.text.count("stay as they were") >= 2)
-        assert admit(keys)  # the usage of the key is kept, so the limit still holds
+        assert admit(keys)  # the counted usage is kept, so the limit still holds
         write_keys(path, [{**one, "name": "new", "requests_per_minute": 6}])
         await until(lambda: "reloaded" in caplog.text)
     now[0] += 10

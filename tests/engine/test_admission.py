@@ -1,4 +1,4 @@
-"""How many tokens may wait at a server, and which requests get 429 with Retry-After.
+"""The limit on tokens that wait at a server, and refusals with 429 and Retry-After.
 
 The tests check the queue's arithmetic with a simulated clock, and the HTTP application
 in front of a scripted engine.
@@ -48,7 +48,7 @@ class Queue:
         options = QueueOptions(max_queue_s=max_queue_s, max_queued_tokens=limit)
         self.admission = Admission(options, lambda: self.now_s)
         self.entries: list[tuple[QueueEntry, int]] = []
-        if token_s:  # a request has been served, so the queue knows the rate
+        if token_s:  # serve one request, so that the queue has measured the rate
             self.send_request()
             self.serve(token_s)
 
@@ -77,7 +77,7 @@ class Queue:
 def test_queue_holds_what_is_served_in_time_and_refusals_say_when_to_retry():
     queue = Queue(token_s=0.001)
     taken, error = queue.fill()
-    assert taken == 11  # the last one waits for 10 s of earlier requests
+    assert taken == 11  # the last request waits for 10 s of earlier requests
     assert error.headers == {"retry-after": "6"}
     queue.serve(count=6)
     assert queue.fill()[0] == 6
@@ -92,7 +92,7 @@ def test_prompts_computed_elsewhere_do_not_change_the_rate():
         pulled = replace(make_request(8000), remote=replace(REMOTE, transfer_id="t"))
         queue.entries.append((queue.admission.enter([pulled]), 8000))
         queue.now_s += 2.0
-        if len(queue.entries) > 1:  # the next prompt waits already
+        if len(queue.entries) > 1:  # the next prompt is already waiting
             queue.entries.pop(0)[0].mark_served("a")
     queue.entries.pop()[0].drop_all()
     assert queue.fill()[0] == 11

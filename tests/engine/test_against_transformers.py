@@ -1,4 +1,4 @@
-"""Engines with a tiny trained model draw what the logits of transformers determine.
+"""Engines with a tiny trained model draw the tokens that transformers' logits imply.
 
 The tests check drawn tokens under bias, penalties and min_tokens, and the logprobs of
 outputs and prompts, for each choice.
@@ -27,7 +27,9 @@ PROMPT = [40, 77, 130, 5, 9, 33, 77, 130, 41, 60, 12, 200, 3, 77]
 
 
 class Reference:
-    """transformers' logits in float32, and the definitions of the sampling options."""
+    """A reference: logits of transformers in float32, shaped by the definitions of the
+    sampling options.
+    """
 
     def __init__(self, model: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
@@ -68,8 +70,8 @@ class Reference:
         tokens: list[int],
         logprobs: Sequence[TokenLogprobs],
     ) -> None:
-        """Checks the logprobs, and that the noise of each token's position draws the
-        token from the shaped logits."""
+        """Checks the logprobs. Checks also that the noise of each position draws the
+        position's token from the shaped logits."""
         context = list(request.token_ids)
         params = msgspec.structs.replace(
             request.sampling, choice_index=choice, num_logprobs=None, logit_bias={}

@@ -1,4 +1,4 @@
-"""cache_hit_threshold: requests that end instead of having their prompt computed."""
+"""cache_hit_threshold: requests with too few cached tokens end and are not computed."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_preempted_request_ends_instead_of_being_computed_again():
 
 
 def test_no_choice_is_computed_in_the_step_in_which_another_one_misses_the_cache():
-    """The other choice is planned before."""
+    """In that step, the other choice is planned first."""
     core, executor, out = make_core(prefix_caching=True)
     run_until_idle(core, add("a", PROMPT, 3))
     core.round([add("b", PROMPT, 20, num_choices=2, cache_hit_threshold=0.5)])
@@ -86,7 +86,7 @@ def test_no_choice_is_computed_in_the_step_in_which_another_one_misses_the_cache
 
 
 def test_next_round_follows_at_once_if_the_only_planned_request_has_ended():
-    """It has used up the token budget, so other requests were not admitted."""
+    """The ended request had used up the token budget, so request b was not admitted."""
     core, _, out = make_core(max_num_batched_tokens=len(PROMPT))
     requests = [add("a", PROMPT, 3, cache_hit_threshold=1.0), add("b", PROMPT, 3)]
     assert core.round(requests)

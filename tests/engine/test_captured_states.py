@@ -1,4 +1,4 @@
-"""A runner keeps the hidden states of its steps that a drafter needs."""
+"""A model runner keeps the hidden states that a drafter needs, in any kind of step."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 def _step(start: int, stop: int, *, draws: bool) -> StepInput:
-    """Computes the tokens [start, stop) of one sequence."""
+    """Returns a step that computes the tokens [start, stop) of one sequence."""
     num_draws = 1 if draws else 0
     return StepInput(
         token_ids=np.array(_TOKENS[start:stop], np.int64),

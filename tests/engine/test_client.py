@@ -227,7 +227,7 @@ async def test_close_of_one_end_of_the_socket_ends_the_other_end():
 
 @pytest.mark.parametrize("engine_ends", [False, True])
 async def test_sending_never_blocks_and_loses_no_message(engine_ends):
-    """The socket does not hold all messages, and the peer is busy or has ended."""
+    """The messages exceed the socket's buffer, and the peer is busy or has ended."""
     long_requests = [
         msgspec.structs.replace(make_request(str(i)), token_ids=[70_000] * 50_000)
         for i in range(8)
@@ -252,7 +252,7 @@ async def test_sending_never_blocks_and_loses_no_message(engine_ends):
                 await asyncio.wait(
                     both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
                 )
-                # The socket has taken a part of the messages, but none is complete.
+                # A part of the data was sent, but no complete message has arrived.
                 if not batch_task.done():
                     batch_task.cancel()
                     continue
@@ -309,7 +309,7 @@ async def test_another_thread_wakes_the_engine():
 
 
 async def test_request_that_ends_during_close_delivers_no_delta():
-    """The client releases the request's KV while `close` still ends the request."""
+    """The caller releases the request's KV while `close` is still running."""
 
     async with connected() as (client, remote):
         retained = client.submit(

@@ -38,7 +38,9 @@ if __name__ == "__main__":
 
 
 def test_every_module_with_kernels_is_listed() -> None:
-    """Else the names of its kernels in the cache depend on the order of launches."""
+    """If a module were not listed, the names of its cached kernels would depend on the
+    order of launches.
+    """
     listed = {name.replace(".", "/") + ".py" for name in KERNEL_MODULES}
     modules_with_kernels = {
         str(path.relative_to(_ROOT))

@@ -39,7 +39,7 @@ def test_engine_reports_its_capacity_before_the_first_request(depth):
 
 
 class _StatsAtEnd(MemoryTransport):
-    """Keeps the stats that were sent before the end of a request."""
+    """Keeps the latest stats that were sent before the end of request a."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_metrics_read_after_the_last_answer_include_that_answer(depth):
     core, _, _ = make_core(depth=depth)
     transport = _StatsAtEnd()
     core.transport = transport
-    core.run()  # reports, so the next report is not due soon
+    core.run()  # sends a report, so that the next periodic report is not due soon
     run_until_idle(core, add("a", PROMPT, 4))
     stats = transport.stats_at_end
     assert stats["baton_prefix_cache_query_tokens"] == len(PROMPT)
@@ -134,7 +134,7 @@ def test_repeated_prompt_is_served_from_cached_blocks(
     [
         ([0, 0, 0], [0, 1, 2]),
         ([1, 0, -1, 0, 1], [2, 1, 3, 0, 4]),
-        # The first request is overtaken MAX_OVERTAKEN times, and by no later request.
+        # Only the first MAX_OVERTAKEN urgent requests overtake the first request.
         ([5, *[-1] * (MAX_OVERTAKEN + 2)], [*range(1, MAX_OVERTAKEN + 1), 0, 65, 66]),
     ],
 )
@@ -207,8 +207,8 @@ class _CountingTokens(list[int]):
 
 
 def test_each_block_of_tokens_is_looked_up_once_while_a_request_waits_and_decodes():
-    """The request waits behind a prompt that takes many rounds, concurrently with a
-    stream, in a full pool."""
+    """In a full pool, the request waits behind a prompt that takes many rounds, while a
+    stream decodes."""
     core, executor, out = make_core(
         num_blocks=31, max_num_batched_tokens=6, max_model_len=100
     )
@@ -225,7 +225,7 @@ def test_each_block_of_tokens_is_looked_up_once_while_a_request_waits_and_decode
     assert executor.num_steps > num_steps + 5
     run_until_idle(core)
     assert out.tokens("b") == expected_output([*prompt, 7, 8], 30)
-    # The limit allows one lookup of the first missing block in each round.
+    # The limit also allows one lookup per round, of the first block that is not cached.
     assert tokens.num_lookups <= 3 * len(tokens) // 4
     assert_all_blocks_free(core)
 

@@ -159,7 +159,7 @@ def test_grammar_does_not_keep_steps_from_being_launched_ahead(compiler):
 
 
 def delay_masks(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Makes masks after the third token wait for the event that this returns."""
+    """Makes masks after the third token wait for the returned event."""
     unblock = threading.Event()
     compute = GrammarState._compute_mask
 

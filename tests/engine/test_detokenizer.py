@@ -127,7 +127,7 @@ BYTE_IDS = [PIECES.index(bytes([byte])) for byte in "€🙂".encode()]
 
 
 def _splits_bytes(ids: list[int]) -> bool:
-    """Whether special tokens are between two tokens that are bytes."""
+    """True if special tokens separate two byte tokens."""
     others = [(index, token) for index, token in enumerate(ids) if token != 0]
     return any(
         index + 1 < next_index and token in BYTE_IDS and next_token in BYTE_IDS
@@ -145,10 +145,10 @@ def _splits_bytes(ids: list[int]) -> bool:
     ),
 )
 def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
-    """Two parts of the joined text may differ from the decoded text: the space after a
+    """The joined text may differ from the decoded text in two ways: the space after a
     special token, where decoders start a new text, and the number of U+FFFD for invalid
-    bytes. Where a special token splits the bytes of a character, decoders differ, so
-    that is left out.
+    bytes. The test skips special tokens that split the bytes of a character, because
+    decoders differ.
     """
     assume(not _splits_bytes([*prompt, *output]))
     echoing = create_detokenizer(TOKENIZER, prompt, echoes_prompt=True)
@@ -173,7 +173,7 @@ def test_echo_and_an_output_join_to_the_text_of_all_pieces(prompt, output):
         # A character is returned once it is complete.
         (ids_of("a€b"), ["a", "", "", "€", "b"], ""),
         (ids_of("a€")[:-1], ["a", "", ""], "\N{REPLACEMENT CHARACTER}"),
-        # Invalid bytes are returned late, and then the character after them.
+        # Invalid bytes are returned with a delay, followed by the next character.
         ([9] * 7 + [10, 10], [""] * 7 + ["\ufffd" * 6, "\u2082"], ""),
         ([0, 2, 0, 2], ["", "he", "", " he"], ""),  # special tokens have no text
     ],

@@ -1,4 +1,4 @@
-"""Request fields default to generation_config.json, else to OpenAI's values."""
+"""Request fields default to values of generation_config.json, else to OpenAI's."""
 
 import json
 from pathlib import Path

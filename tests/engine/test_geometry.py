@@ -1,4 +1,4 @@
-"""Options that this model or this machine does not allow are refused before any rank
+"""Options that the model or the machine does not allow are refused before any rank
 starts."""
 
 import dataclasses
@@ -156,7 +156,7 @@ def test_backend_is_checked_with_the_heads_of_a_rank_and_of_ranks_that_share_tok
     ],
 )
 def test_step_limits_follow_from_the_options(options, rank_limits, group_limits):
-    """Proposals need rows in addition to those of 64 sequences."""
+    """Proposals need rows in addition to the rows of 64 sequences."""
     config = _config_with(**options)
     assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=False) == rank_limits
     assert step_limits(config, _LATENT_MODEL, is_for_dcp_group=True) == group_limits
@@ -216,7 +216,7 @@ def test_weights_in_files_take_memory_only_if_they_are_packed_or_converted():
 
 
 def test_small_tensors_of_another_dtype_do_not_count_as_a_copy_of_the_weights(tmp_path):
-    """The scales of FP8 KV are such tensors."""
+    """For example, the scales of FP8 KV are small tensors of another dtype."""
     model = dataclasses.replace(_MODEL, num_layers=1)
     shapes = {
         weight.name: [size.value for size in weight.shape]

@@ -1,4 +1,4 @@
-"""Token masks equal a search over the vocabulary; sequences end as the grammar says."""
+"""Token masks equal a search over the vocabulary. Complete grammars end sequences."""
 
 import json
 import random
@@ -192,8 +192,8 @@ def test_allowed_tokens_and_endings(
 
 @pytest.mark.parametrize("first", ["{", "no beginning"])
 def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
-    """The state is the same if outputs come one by one or all at once, and if other
-    outputs have been undone before."""
+    """The state is the same if outputs arrive one by one or all at once, and if other
+    outputs were undone before."""
     json_request = request("json_schema", json.dumps(SCHEMA))
     outputs = [5, 6, *tokenizer.encode('{"name": "x')]
     steps, at_once, taken_back = (compiler.new_state(json_request) for _ in range(3))
@@ -208,7 +208,7 @@ def test_state_is_a_function_of_the_outputs(compiler, tokenizer, first):
 
 
 def test_grammar_survives_a_full_lexer(monkeypatch, tokenizer):
-    """All sequences of a cached grammar share a lexer, and its states are limited."""
+    """Sequences of a cached grammar share a lexer with a limited number of states."""
     limited = LLParserLimits(max_lexer_states=1000)
     monkeypatch.setattr("engine.text.grammar_compile._PARSER_LIMITS", limited)
     a, b = (tokenizer.encode(char)[0] for char in "ab")
@@ -256,8 +256,8 @@ def test_masks_after_proposals_are_those_of_states_that_consumed_them(
 
 
 def test_slow_masks_are_not_computed_for_proposals(compiler, tokenizer, monkeypatch):
-    """They would count in the time limit of the next mask, and could end a request that
-    succeeds without proposals."""
+    """Slow masks for proposals would count towards the time limit of the next mask. So
+    a request that succeeds without proposals could fail."""
     num_masks = 0
     fill = grammar_module._fill
 
@@ -326,8 +326,8 @@ def test_masks_have_one_bit_per_logit_if_the_vocabulary_is_larger():
     compiler.close()
 
 
-# Texts for each way in which reasoning starts. The value is None if the text is not
-# allowed, else whether the text is complete.
+# Texts for each way in which reasoning starts. The value is True if the text is
+# complete, False if it is incomplete, and None if it is not allowed.
 _TEXTS_BY_START: dict[str, dict[str, bool | None]] = {
     "open": {
         'I am {"a</think>\n\nab': True, "ab": False, "I</think>b": None,

@@ -50,7 +50,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "a\n\nb", "Wait.\n\n2", []),
     (f"<|channel|>commentary<|message|>Wait.{START}{THINK}a{START}{CALL}{{}}", "a",
      "Wait.", [("add", "{}")]),
-    # Reasoning without an end, and the head of a call inside.
+    # Reasoning that is not closed, and contains the head of a call.
     *((f"{THINK}I add.{head}<|message|>{{}}<|call|>", "I add.", "",
        [("add", "{}")])
       for head in (
@@ -303,7 +303,7 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def test_one_system_message_has_the_text_of_several(harmony):
-    """For example, the instructions of a response precede a developer's message."""
+    """For example, a Responses request may have instructions and developer messages."""
     turns = [
         {"role": role, "content": role}
         for role in ("system", "developer", "user", "system")
@@ -314,7 +314,7 @@ def test_one_system_message_has_the_text_of_several(harmony):
 
 
 async def test_turn_with_several_calls_becomes_turns_with_one_call(harmony):
-    """A grammar for `tool_choice` allows such turns, and some models write them."""
+    """Grammars for `tool_choice` allow several calls, and some models write them."""
     calls = [call("add", '{"a": 1}'), call("sub", {"b": 2})]
     turns = [
         {"role": "user", "content": "Hi"},
@@ -405,7 +405,7 @@ async def test_call_is_continued_where_message_text_may_become_tags(harmony):
 
 # -- grammars --------------------------------------------------------------------------
 
-# Whether each text is complete, or None for texts that are not allowed.
+# True if the text is complete, False if it is incomplete, None if it is not allowed.
 _IS_COMPLETE: dict[str, bool | None] = {
     f"{THINK}I <x\n\n.{START}{THINK}{START}{FINAL}ab": True,
     f"{FINAL}ab": True,

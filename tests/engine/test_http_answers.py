@@ -182,7 +182,7 @@ async def test_token_ids_and_usage(tokenizer):
 
 
 async def test_chat_answer_has_prompt_token_ids_at_its_top_level(tokenizer):
-    """As in vLLM, the ids come once for all choices."""
+    """As in vLLM, the response has these ids once, and not in each choice."""
     text = {"token_ids": tokenizer.encode("Hi")}
     call = tokenizer.encode(CALL)
     script = scripted(
@@ -309,7 +309,7 @@ async def test_echo_without_logprobs_has_only_text(tokenizer):
         assert {request.num_prompt_logprobs for request in server.engine.added} == {
             None
         }
-    # The same holds if best_of ranks several candidates.
+    # An echo also has only text if best_of ranks several candidates.
     async with serving(tokenizer, scripted(end(), end(1))) as server:
         (choice,) = (await server.post(echo=True, best_of=2, max_tokens=1)).json()[
             "choices"

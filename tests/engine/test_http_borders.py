@@ -62,7 +62,7 @@ async def test_character_completed_by_the_output_belongs_to_its_text(
 @pytest.mark.parametrize("text", ["", "A", _GLOBE])
 @pytest.mark.parametrize("echo", [False, True])
 async def test_incomplete_character_belongs_to_the_prompt(any_tokenizer, text, echo):
-    """The U+FFFD of this character is in the echo, but not in the generated text."""
+    """The U+FFFD of the incomplete character is in the echo, but not in the output."""
     prompt = encode(any_tokenizer, f"Hi {_GLOBE}")[:-2]
     output = encode(any_tokenizer, f"a{text}")[len(encode(any_tokenizer, "a")) :]
     async with serving(any_tokenizer, generate_ids(output), ready=_READY) as server:

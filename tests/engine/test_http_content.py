@@ -6,7 +6,7 @@ import pytest
 
 from tests.rigs.http_server import serving_4k, with_template
 
-# Writes whether the content is absent, null or empty. Otherwise writes the content.
+# This template writes the content, or states that it is absent, null or empty.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:
 {%- if 'content' not in m %}absent{% elif m.content is none %}null
 {%- elif m.content == '' %}empty{% else %}{{ m.content }}{% endif %}
@@ -78,8 +78,9 @@ async def test_templates_that_test_for_null_content_write_calls(tokenizer):
     assert actual == ["user:Hi;<call>addtool:2;"] * 2
 
 
-# How templates of released models write a content. GLM-4.5's template tests the type of
-# the content first. Others add the content to a text, or write the message as JSON.
+# Expressions with which templates of released models write the content, and their
+# output for null. GLM-4.5's template tests the type of the content first. Other
+# templates concatenate the content with text, or write the message as JSON.
 WRITERS = {
     "{% macro text(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not "
     "mapping %}{% for part in c %}{{ part.text }}{% endfor %}{% else %}{{ c }}{% endif "

@@ -21,7 +21,7 @@ COMPLETIONS, CHAT, RESPONSES = (
 ALL_PATHS = (COMPLETIONS, CHAT, RESPONSES)
 IGNORED: Final = "ignored"
 
-# Writes the history and the variables that a chat request can set.
+# This template writes the history and the variables that a chat request can set.
 TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}|\
 {{ m.reasoning_content }}{{ m.thinking }};{% endfor %}\
 {{ enable_thinking }},{{ thinking }},{{ reasoning_effort }},{{ verbosity }}"""

@@ -29,7 +29,7 @@ from tests.rigs.http_server import (
     with_template,
 )
 
-# Writes each field of the messages that the template receives.
+# This template writes each field of the messages that it receives.
 TEMPLATE = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
 |{{ m.reasoning_content }}|{{ m.tool_call_id }}|\
 {{ m.tool_calls | tojson if m.tool_calls }};\
@@ -47,7 +47,7 @@ TOOL: Any = {
 }
 MESSAGES: Any = [{"role": "user", "content": "1 + 1?"}]
 REQUEST: Any = {"model": "m", "max_tokens": 500, "messages": MESSAGES}
-# Texts of the model, the blocks in the response, and the reason of its end.
+# Texts of the model, the blocks in the response, and the stop reason.
 OUTPUTS = [
     ("<think>I add.</think>\nSo: ", ["thinking:I add.", "text:So: "], "end_turn"),
     ("Hello", ["text:Hello"], "end_turn"),
@@ -107,7 +107,7 @@ async def test_client_reads_the_same_blocks_with_and_without_a_stream(
 
 
 async def test_call_that_ends_in_the_same_piece_as_text_stays_one_call(tokenizer):
-    """Only the end of the answer shows that the parameter has ended before the text."""
+    """Without an end tag, only the end of the answer ends the call's parameter."""
     text = "<tool_call><function=add><parameter=a>1</tool_call>\nso"
     script = text_script(tokenizer, text, finish_reason="stop")
     tool = {"type": "function", "name": "add", "parameters": TOOL["input_schema"]}
@@ -192,7 +192,7 @@ async def test_conversation_can_be_sent_back_unchanged(tokenizer):
     )
 
 
-# Fields of a request, and its prompt.
+# Fields of a request, and the prompt that the request becomes.
 PROMPTS: Any = [
     ({}, "user:1 + 1?|||;,,"),
     ({"system": "Be kind."}, "system:Be kind.|||;user:1 + 1?|||;,,"),
@@ -402,7 +402,7 @@ async def test_answer_can_be_required_to_match_a_schema(tokenizer):
 async def test_usage_adds_up_to_the_prompt(
     tokenizer, control, created, input_tokens, stream
 ):
-    """The engine reports 5 cached tokens of the 12 of `user:1 + 1?;`."""
+    """The prompt `user:1 + 1?;` has 12 tokens. The engine reports that 5 are cached."""
     usage = KVUsage(skipped=5, recomputed=7, cached_tokens=5)
     deltas = [{"token_ids": [70], "usage": usage}, end(usage=usage)]
     block: Any = {"type": "text", "text": "1 + 1?"}

@@ -84,7 +84,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
 ]
 BLOCK = "messages[0].content[0]"
-# Blocks of the user with a mistake, and the member that the error names.
+# Content blocks of a user message with a mistake, and the member that the error names.
 BLOCK_MISTAKES: list[tuple[Any, str]] = [
     ({"type": "image", "source": {}}, f"{BLOCK}.type"),
     ({"type": "document", "source": {}}, f"{BLOCK}.type"),

@@ -17,7 +17,7 @@ from tests.rigs.http_server import (
     with_template,
 )
 
-# Writes each field of the messages that the template receives.
+# This template writes each field of the messages that it receives.
 TEMPLATE = "{# <think></think> #}{% for m in messages %}{{ m.role }}:{{ m.content }}\
 |{{ m.reasoning_content }}|{{ m.tool_call_id }}|\
 {{ m.tool_calls | tojson if m.tool_calls }};\
@@ -133,8 +133,8 @@ async def test_failed_stream_ends_with_the_error_that_each_client_expects(tokeni
 async def test_conversation_with_calls_can_be_sent_back_unchanged(
     tokenizer, text, output
 ):
-    """The text after a call must come before it, because chat templates refuse a turn
-    between a call and its output.
+    """In the prompt, text that followed a call must precede the call, because chat
+    templates refuse a turn between a call and its output.
     """
     templated = with_template(tokenizer, TEMPLATE)
     text = f"<think>I add.</think>{text}"

@@ -1,4 +1,4 @@
-"""`cache_control` and `prompt_cache_retention` become parts of the prompt to keep."""
+"""`cache_control` and `prompt_cache_retention` select parts of a prompt to retain."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from protocol.messages import AddRequest, Retention
 from tests.rigs.http_server import serving_4k, text_script, with_template
 
 CHAT = "/v1/chat/completions"
-# Writes the tools into the first turn, like Llama's template.
+# This template writes the tools into the first turn, like Llama's template.
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{% if tools and loop.first %}\
 {{ tools | tojson }}{% endif %}{{ m.content | trim }}</>{% endfor %}\
 {% if add_generation_prompt %}<assistant>{% endif %}"""

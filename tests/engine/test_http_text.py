@@ -121,8 +121,8 @@ async def test_large_bodies_are_checked_on_other_threads(
 
 # -- texts beyond the context ----------------------------------------------------------
 
-# In these tests, <end> is one token, and each other byte is a token. Requests to
-# generate tokenize texts up to this length. /tokenize also tokenizes much longer texts.
+# Generation requests tokenize texts up to this length. /tokenize also tokenizes much
+# longer texts. In these tests, <end> is one token, and each other byte is a token.
 _MAX_CHARS = INLINE_CHARS
 
 

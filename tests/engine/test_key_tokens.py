@@ -66,7 +66,7 @@ def response_events(num_tokens: int) -> Behave:
 
 
 def message_usage(num_tokens: int) -> dict[str, Any]:
-    """Return the usage of a message, of which most tokens were read from a cache."""
+    """Return the usage of a message. Most of its tokens were read from a cache."""
     num_read = max(num_tokens - 3, 0)
     usage = {"input_tokens": 1, "cache_creation_input_tokens": 1, "output_tokens": 1}
     return {"usage": {**usage, "cache_read_input_tokens": num_read}}

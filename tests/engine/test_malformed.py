@@ -26,13 +26,13 @@ MAX_CONCURRENT = 32
 SECRET = b"secret"
 
 
-# The prompts that each of the servers behind a port received.
+# A function that returns the prompts that each server behind a port has received.
 Prompts = Callable[[], list[list[str]]]
 
 
 async def read_answer(reader: asyncio.StreamReader, has_body: bool) -> str:
-    """Read an answer. Return its status, and any mistake of the answer. The result is
-    empty at the end of the connection."""
+    """Read an answer. Return the status and any protocol error of the answer. An empty
+    result means that the connection has ended."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n"))[:-4]
     except asyncio.IncompleteReadError as error:

@@ -115,7 +115,7 @@ def test_pool_that_does_not_fit_is_refused_with_the_options_that_help(
 def test_warns_if_only_the_pool_size_limits_the_length_of_sequences(
     num_blocks, max_model_len, reported_len, caplog
 ):
-    """`num_blocks` is the number that all ranks can hold. This rank may hold more."""
+    """`num_blocks` blocks fit on every rank. More blocks may fit on this rank."""
     options = {"kv_cache_tokens": 256, "max_model_len": max_model_len}
     config = _BASE_CONFIG.model_copy(update=options)
     size = size_pool(config, block_bytes=1000, model_max_len=256, free_bytes=10**9)

@@ -51,7 +51,7 @@ def predict(text: str) -> dict[str, Any]:
 
 
 class RecordingTokenizer(Tokenizer):
-    """A tokenizer that records how much it encodes, and in which threads."""
+    """A tokenizer that records the length and the thread of each encoded text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__ = {**tokenizer.__dict__}
@@ -87,7 +87,7 @@ async def test_only_the_useful_part_of_a_prediction_is_tokenized_off_the_loop(
 @pytest.mark.parametrize("limit", [0, 1, 500, 1024, 5000])
 @pytest.mark.parametrize("token_chars", [1, 100])
 def test_first_tokens_are_those_of_the_whole_text(limit, token_chars):
-    """Tokens of 100 characters are longer than is assumed at first."""
+    """Tokens of 100 characters are longer than the first estimate assumes."""
     text = "".join(chr(0x4E00 + index % 9973) for index in range(250_000))
     sizes = []
 
@@ -102,7 +102,7 @@ def test_first_tokens_are_those_of_the_whole_text(limit, token_chars):
 
 
 async def test_text_of_a_prediction_does_not_become_special_tokens(tokenizer):
-    """The model would end its answer with such a token."""
+    """If the model drew a special token such as <end>, its answer would end."""
     without_template = RecordingTokenizer(tokenizer)
     without_template.chat_template = None
     async with serving(tokenizer, text_script(tokenizer, "ok")) as server:
@@ -170,7 +170,7 @@ async def test_tokens_that_the_model_lacks_are_not_predicted(tokenizer):
     ],
 )
 async def test_prediction_is_accepted_together_with_other_fields(tokenizer, fields):
-    """OpenAI refuses these combinations. Here a prediction changes no token."""
+    """OpenAI refuses these combinations. In Baton, a prediction changes no token."""
     async with serving_4k(tokenizer, scripted(end(), end(1))) as server:
         answer = await server.chat(max_tokens=9, **fields, **predict("Yo"))
         assert answer.status_code == 200, answer.text
@@ -198,7 +198,7 @@ async def counts_both_ways(
     server: Server, path: str, **fields: Any
 ) -> tuple[int, int, int]:
     """Return the accepted, rejected and completion tokens of a usage. Check that a
-    stream has the same ones."""
+    stream has the same usage."""
     body = {"model": "m", **PROMPTS[path], **fields}
     usage = (await server.http.post(path, json=body)).json()["usage"]
     if path == RESPONSES:
@@ -237,7 +237,7 @@ async def test_usage_adds_up_the_choices_of_all_prompts(tokenizer):
 
 
 async def test_tokens_after_a_stop_string_count_as_rejected(tokenizer):
-    """The engine has accepted the whole run, but the client sees a part of it."""
+    """The engine accepts 10 proposals, but the client receives only some of them."""
     ids = tokenizer.encode("Hello world")
     script = scripted(end(token_ids=ids, accepted_tokens=10, rejected_tokens=1))
     async with serving(tokenizer, script) as server:
@@ -266,7 +266,8 @@ async def test_usage_of_each_chunk_counts_the_choices_that_have_ended(tokenizer)
 async def post_framed(
     server: Server, body: dict[str, Any], texts: Sequence[bytes] = ()
 ) -> tuple[list[bytes], dict[str, Any]]:
-    """Send a request as a proxy does, which continues the answer with these texts.
+    """Send a request as a proxy does. With `texts`, it resumes an answer that has these
+    frames.
 
     Returns:
         The texts of the frames, and the last usage of the answer; {} if it has none.
@@ -336,7 +337,7 @@ async def test_usage_adds_up_the_servers_of_a_migrated_answer(tokenizer, is_stre
 async def test_usage_after_a_failover_has_the_counts_that_the_server_had_reported(
     tokenizer,
 ):
-    """A server that is lost has reported the counts of ended choices only."""
+    """A lost server has reported counts only for choices that had ended."""
     script = scripted(
         {"token_ids": tokenizer.encode("He"), "usage": KVUsage()},
         end(accepted_tokens=1, rejected_tokens=2),
@@ -365,7 +366,7 @@ async def test_usage_after_a_failover_has_the_counts_that_the_server_had_reporte
 
 
 async def test_stream_resumes_with_another_prediction(tokenizer):
-    """A prediction changes no token, so it is no reason to refuse a stream."""
+    """A prediction changes no token, so a resumed stream may have a different one."""
     async with serving(
         tokenizer, text_script(tokenizer, "ok"), ready=replace(READY, max_model_len=256)
     ) as server:

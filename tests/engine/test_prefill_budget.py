@@ -1,4 +1,4 @@
-"""The prompt tokens of steps with streams: measured durations, budget and target.
+"""The prompt tokens in steps that also decode: measured durations, budget and target.
 
 A synthetic device with its own clock runs the measured steps, and then serves random
 loads. The step durations of this device are formulas, so the true budget is known.
@@ -186,8 +186,8 @@ def true_budget(
 def test_prompts_get_what_the_target_allows_and_steps_keep_it(
     seconds, depth, max_tokens, captured, target_s
 ):
-    """Streams come and go, contexts and prompts differ, one step in 50 is disturbed,
-    and all steps are 10 % slower than the measured ones.
+    """The number of streams, contexts and prompts vary. One step in 50 is disturbed.
+    All steps are 10 % slower than in the measurement.
     """
     device = SyntheticDevice(seconds, depth)
     limit_s = MAX_MEASUREMENT_S["cuda" if depth else "cpu"]
@@ -323,14 +323,14 @@ def test_durations_between_points_are_linear():
 
 
 def test_jump_between_the_last_points_is_not_extrapolated():
-    """A step of 2,049 tokens is not a CUDA graph. Longer steps were not measured."""
+    """Steps above 2,048 tokens are not CUDA graphs. Only one such step was measured."""
     line = Polyline([Point(17, 0.013), Point(2048, 0.045), Point(2049, 0.060)])
     assert line(8192) == pytest.approx(0.060 + 6143 * 0.047 / 2032)
 
 
 def test_largest_step_is_measured_beyond_a_jump_in_the_durations():
-    """A jump at the limit of CUDA graphs must not make longer steps look too long to
-    measure in the time for measurements."""
+    """A jump at the limit of CUDA graphs must not make the expected durations of longer
+    steps so large that these steps are not measured."""
     device = SyntheticDevice(
         lambda load: 0.01 + 2e-5 * load.tokens + 0.05 * (load.prompt_tokens > 2000)
     )

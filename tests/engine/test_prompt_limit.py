@@ -1,4 +1,4 @@
-"""The token limit of steps with streams, and when waiting prompts may exceed it."""
+"""The token limit of steps with streams, and waiting prompts that may exceed it."""
 
 import pytest
 

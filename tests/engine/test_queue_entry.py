@@ -1,5 +1,5 @@
-"""A server's queue counts a request once it is tokenized, with its true length, and as
-long as the client is connected.
+"""A server's queue counts a request with its true length: after its tokenization, and
+only while its client is connected.
 
 The HTTP application runs under a real uvicorn, in front of a scripted engine.
 """
@@ -317,7 +317,7 @@ async def test_offered_kv_is_released_when_the_client_disconnects(tokenizer):
 
 
 async def test_client_disconnect_lets_the_next_long_text_be_tokenized(tokenizer):
-    """Very long texts are tokenized one at a time."""
+    """Very long texts are tokenized one after the other."""
     blocked = BlockedTokenizer(tokenizer)
     ready = replace(READY, max_model_len=1 << 17, num_blocks=1 << 13)
     text = "x" * (1 << 20) + "x"
@@ -413,7 +413,7 @@ async def test_prompt_beyond_the_context_is_refused_before_rendering(
 
 
 def slow_schema(number: int) -> dict[str, Any]:
-    """A schema with a trial that takes all of the allowed time."""
+    """A schema whose trial compilation takes all of the allowed time."""
     return {"json": {"type": "integer", "multipleOf": 4_999_999 + 2 * number}}
 
 

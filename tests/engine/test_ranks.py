@@ -150,7 +150,7 @@ def test_draft_steps_run_in_the_draft_model_of_each_rank(follow):
 
 
 def test_failed_launch_of_one_of_several_ranks_fails_all_later_launches(follow):
-    """Otherwise, the other ranks would be in the collectives of the failed step."""
+    """The other ranks may still wait in collectives of the failed step."""
     runner = _FakeRunner()
     runner.launch = Mock(side_effect=_FAILURE)  # type: ignore[method-assign]
     links, (other,) = follow(partial(_follow_steps, runner=_FakeRunner()))

@@ -61,8 +61,8 @@ def test_transfer_of_windows_gives_the_tokens_of_a_model_with_all_kv(
         follow_up = [*PROMPT, *continued(reference, PROMPT, NUM_TOKENS), 7, 8]
         edges = [[*PROMPT[:i], 3, 1] for i in (48, 96, 104)]
         for prompt in (PROMPT, follow_up, *edges):
-            # All choices except the first compute the prompt's last block again, and
-            # the window before this block begins earlier.
+            # All choices except the first compute the prompt's last block again. So
+            # they need the window before this block, which begins earlier.
             choices = 2 if size == 16 else 1
             out = run_pair(pair, prompt, num_choices=choices)
             stop = len(prompt)

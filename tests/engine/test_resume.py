@@ -88,7 +88,7 @@ def _script(tokenizer: Tokenizer, texts: Sequence[str], cached: int = 2) -> Any:
                 elif position == len(ids):
                     delta_fields = {"finish_reason": "length", "usage": usage}
                     yield TokenDelta(request_id=name, choice=choice, **delta_fields)
-                if position:  # the first tokens of all choices come at once
+                if position:  # the first tokens of all choices are sent without a pause
                     await asyncio.sleep(0)
 
     return script
@@ -119,7 +119,7 @@ async def _request_frames(server: Server, *request: Any) -> Frames:
     answer = await _post(server, *request)
     assert answer.status_code == 200, answer.text
     frames = resume.Frames()
-    # The proxy does not store reports, which no server needs to continue.
+    # The proxy does not store reports, because no server needs them to resume a stream.
     actual = [
         frame
         for frame in frames.feed(answer.content)
@@ -324,7 +324,7 @@ async def test_error_frame_reports_whether_a_stream_may_resume(tokenizer):
 
 @pytest.mark.parametrize("stop", [[], ["calls"]], ids=["text", "text held back"])
 async def test_migrating_stream_ends_with_a_reference_to_its_kv(tokenizer, stop):
-    """The reference comes after all tokens, even if the server reads the last tokens
+    """The reference is sent after all tokens, even if the server reads the last tokens
     and the reference together."""
     first, *others = tokenizer.encode("Icall")
     assert len(others) > 1
@@ -411,7 +411,7 @@ async def test_answer_without_a_stream_migrates_with_its_tokens(
 def test_answer_keeps_its_frames_only_while_it_can_migrate(
     is_movable, size, num_retained
 ):
-    """The order to migrate may come just before the frames exceed the limit."""
+    """The order to migrate may arrive just before the frames exceed the limit."""
     origin = resume.Origin(id="a", created=1, seed=2, limits=[3], digest="d")
     framing = Framing(origin, True, is_movable=is_movable, is_stream=False)
     for num in (1, size, 1):
@@ -424,7 +424,8 @@ def test_answer_keeps_its_frames_only_while_it_can_migrate(
 
 
 async def test_only_framed_answers_to_one_prompt_migrate(tokenizer):
-    """Requests with unfinished prompts migrate later: the server listens until then."""
+    """A request whose prompt is still computed migrates later. Until then, the server
+    listens."""
     async with serving(tokenizer, hang) as server:
         movable = {"prompt": "a"}
         not_movable = [

@@ -1,4 +1,4 @@
-"""Requests that ask to keep their prompts: the engine evicts those prompts later."""
+"""Requests with retention: the engine evicts their prompts later than other prompts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ def usage_of(out: MemoryTransport, request_id: str) -> KVUsage:
 
 
 def flood(index: int) -> AddRequest:
-    """Returns a request whose prompt shares nothing with those of other requests."""
+    """Returns a request whose prompt shares no prefix with other prompts."""
     return add(f"flood-{index}", [20 + index % 30, *range(27)], 1)
 
 
@@ -103,11 +103,11 @@ def test_windowed_prompt_is_kept_with_the_windows_that_a_hit_needs(depth):
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 3),  # the beginning of the prompt
-            st.integers(1, 30),  # its length
-            st.integers(0, 40),  # the tokens to keep
+            st.integers(0, 3),  # the token that the prompt repeats
+            st.integers(1, 30),  # the length of the prompt
+            st.integers(0, 40),  # number of tokens to keep
             st.sampled_from(["a", "b"]),
-            st.sampled_from([1, 3]),  # choices
+            st.sampled_from([1, 3]),  # number of choices
         ),
         min_size=1,
         max_size=12,

@@ -145,7 +145,7 @@ def test_row_does_not_depend_on_other_rows(params, logits_seed, data):
     sampling.filter(lambda p: p.temperature > 0), st.integers(0, 1000), st.booleans()
 )
 def test_drawn_token_is_allowed(params, logits_seed, is_rounded):
-    """This also holds if many logits are equal after rounding, as in bfloat16."""
+    """Drawn tokens are also allowed if many logits are equal, as in bfloat16."""
     logits = make_logits(logits_seed, vocab=300)
     if is_rounded:
         logits = logits.round()

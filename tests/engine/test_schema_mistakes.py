@@ -18,7 +18,7 @@ DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": [
 REFS = [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]
 DEFS = {"cat": CAT, "dog": DOG}
 
-# Names of the grammar library and its code, which clients do not know.
+# Words of the grammar library and its code. No error for a client may contain them.
 LIBRARY = re.compile(
     r"coerce_one_of|llguidance|lenient|x-guidance|whitespace_|separator|json_allow|f64|"
     r"u64|i64|"

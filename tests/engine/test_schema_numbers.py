@@ -1,4 +1,4 @@
-"""Ranges of numbers as regular expressions, against exact comparisons in Python."""
+"""Regular expressions for ranges of numbers agree with exact comparisons in Python."""
 
 import decimal
 import random
@@ -106,7 +106,7 @@ def _as_the_library_reads(value: Any) -> Decimal:
 
 
 def test_multiples_are_exact_or_none():
-    """0.07 * 100 is 7.000000000000001 in float64, which the library would use."""
+    """The grammar library uses float64, in which 0.07 * 100 is 7.000000000000001."""
     num_exact = 0
     for coefficient in range(1, 400):
         for places in range(5):

@@ -1,4 +1,4 @@
-"""The main program of a server: how it starts, how it shuts down, and how it fails."""
+"""The main program of a server: its start, its shutdown and its failures."""
 
 import asyncio
 import dataclasses
@@ -133,7 +133,7 @@ async def test_engine_that_ends_during_the_shutdown_is_not_a_failure(tokenizer):
 
 
 async def test_signal_after_a_requested_drain_is_not_the_second_one(monkeypatch):
-    """A service manager stops the server after its hook has called POST /drain."""
+    """A service manager's hook calls POST /drain. The manager then sends a signal."""
     kills: list[int] = []
     monkeypatch.setattr("engine.serve.lifecycle.exit_now", kills.append)
     async with _make_server(_EndingEngine()) as (server, _):

@@ -307,7 +307,7 @@ def test_given_chat_template_replaces_the_models(tmp_path):
         Tokenizer(tmp_path, tmp_path / "gone")
 
 
-# -- what is missing or broken ---------------------------------------------------------
+# -- missing or broken files -----------------------------------------------------------
 
 _CONFIG = "tokenizer_config.json"
 

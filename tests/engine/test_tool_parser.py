@@ -1,4 +1,4 @@
-"""The tool calls of an answer do not depend on the pieces in which it arrives."""
+"""The tool calls of an answer do not depend on the pieces in which the text arrives."""
 
 import random
 import re
@@ -193,7 +193,7 @@ CASES = [
      "<tool_call>add<arg_key>s</arg_key><arg_value>x\n</tool_call>\n"
      "<tool_call>look_up<arg_key>a</arg_key>2</tool_call> so", " so",
      [("add", '{"s": "x"}'), ("look_up", '{"a": 2}')]),
-    # Tags within a value are text: only the value's end tag ends it.
+    # Tags within a value are text. Only the value's end tag ends the value.
     ("qwen3_coder",
      "<function=add><parameter=s>a <parameter=s> <parameter=x> <b></function> "
      "c</parameter></function>", "",

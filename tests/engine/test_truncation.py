@@ -129,7 +129,7 @@ async def test_truncation_preserves_the_tokenizer_prefix(tmp_path: Path) -> None
         actual = await send_for_prompt(
             server, prompt=whole_ids, truncate_prompt_tokens=limit
         )
-        assert actual == whole_ids[-limit:]  # no prefix is kept of a client's token ids
+        assert actual == whole_ids[-limit:]  # a client's token ids have no prefix
 
 
 class _Counting(Tokenizer):

@@ -50,9 +50,9 @@ def test_every_warm_up_step_is_within_the_limits(sizes):
 
 
 def _kind(step: StepInput) -> tuple[bool, bool, bool, int]:
-    """Returns the properties of a step on which its kernels depend. These are whether
-    it has decoding sequences, whether it has prompts that are short or continue stored
-    context, whether it has long new prompts, and a class of its number of tokens."""
+    """Returns the properties of a step on which its kernels depend: has decoding
+    sequences; has prompts that are short or continue stored context; has long new
+    prompts; and a class of the step's number of tokens."""
     is_decode = step.query_lens == 1
     is_new = step.query_lens == step.context_lens
     is_long = is_new & (step.query_lens >= 512)

@@ -57,8 +57,8 @@ def test_no_step_reads_blocks_before_its_windows(data: st.DataObject) -> None:
     """Prompts with shared prefixes, choices, aborts and preemptions run in a small
     pool.
 
-    The pool may be the smallest with which an engine accepts sequences of 40 tokens. No
-    request is stuck in that pool.
+    The pool may be the smallest with which an engine accepts sequences of 40 tokens.
+    Every request must end even in this pool.
     """
     groups = data.draw(st.sampled_from(GROUPS))
     block_size = data.draw(st.integers(1, 5))

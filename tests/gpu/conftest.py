@@ -1,8 +1,8 @@
-"""Hooks for the tests that need GPUs. Without a GPU, they are skipped with the reason.
+"""Hooks for tests that need GPUs. Without a GPU, these tests are skipped with a reason.
 
-Warnings are not errors here, because importing and compiling with FlashInfer and triton
-emits some. parallel.py runs the tests in shards: BATON_TEST_SHARD=I/N selects every Nth
-test, from test I on.
+Warnings are not errors in these tests, because FlashInfer and triton emit some when
+they are imported and when they compile. parallel.py runs the tests in shards:
+BATON_TEST_SHARD=I/N selects every Nth test, starting with test I (counted from 0).
 """
 
 import os
@@ -41,8 +41,8 @@ def _skip_reason() -> str | None:
 
 @pytest.fixture
 def to_close() -> Iterator[list[Any]]:
-    """A list to which a test adds objects. At its end, they are closed in reverse
-    order.
+    """Yields a list to which a test adds objects. After the test, the objects are
+    closed in reverse order.
     """
     objects: list[Any] = []
     yield objects

@@ -5,8 +5,8 @@ from pathlib import Path
 from tests.e2e.matrix import model_dir
 from tests.make_models import ensure_model, trained_models
 
-# The models of the same kind that are trained on first use, if there is no folder of
-# shared models. The small models of other tests have heads that FlashInfer lacks.
+# Similar models that are trained on first use if there is no folder of shared models.
+# FlashInfer does not support the head sizes of the small models of other tests.
 _FALLBACKS = {"gqa4": "gqa64", "mla": "moe"}
 
 

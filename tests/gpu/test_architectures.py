@@ -1,8 +1,8 @@
 """Every architecture on a GPU in bfloat16.
 
-Steps in CUDA graphs must equal eager steps, and these must be close to the CPU in
-float32, which tests/model compares with transformers. Weights are random. Heads have
-sizes that the kernels support.
+Steps in CUDA graphs must equal eager steps. Eager steps must be close to a float32
+model on the CPU, which tests/model compares with transformers. Weights are random.
+Heads have sizes that the kernels support.
 """
 
 from typing import Any
@@ -25,8 +25,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 512,
     "moe_intermediate_size": 64,
-    # Read only by Gemma. By default its random keys would differ so much that rounding
-    # changes tokens.
+    # Only Gemma reads this field. With a smaller value, as in tests/model, attention
+    # scores of random weights would vary so much that rounding changes tokens.
     "query_pre_attn_scalar": 256,
 }
 HEADS = {"head_dim": 64, "num_key_value_heads": 2}
@@ -36,9 +36,9 @@ LATENTS = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
-MAX_MEAN_ERROR = 0.15  # of logits around 1
-# Minimum of the median cosine. It is a median, because rounding may change which of two
-# equally good experts a token gets.
+MAX_MEAN_ERROR = 0.15  # of logits with magnitudes of about 1
+# Minimum of the median cosine similarity of logits. The test uses the median, because
+# rounding may change which of two equally good experts a token gets.
 MIN_SIMILARITY = 0.995
 
 

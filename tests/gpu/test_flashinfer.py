@@ -1,7 +1,7 @@
 """FlashInfer equals plain attention in float64, for all layouts and kinds of steps.
 
-One GPU is needed. Unwritten rows of the pool are NaN, so that reading beyond the tokens
-of a sequence shows in the result.
+One GPU is needed. Unwritten rows of the pool are NaN, so that a kernel that reads
+beyond the tokens of a sequence returns NaN.
 """
 
 import itertools
@@ -173,16 +173,16 @@ def test_long_fresh_prompts_read_the_kv_of_the_step(
     mixed = [(4, 39, 40), (2, 150, 300), (0, 0, 700), (3, 0, 600)]
     check_step(backend, shape, seqs, mixed, num_padding=3)
     assert fresh_prompts(backend) == [700, 600]
-    # This later step reads what the prompts have stored: for a decode, and for a chunk.
+    # In the next step, a decode and a chunk read the KV that the prompts have stored.
     check_step(backend, shape, seqs, [(0, 699, 700), (3, 600, 1100)])
     # Several fresh prompts (without context) read the KV of the step if all of them are
-    # long. Otherwise only the last one may do so. A last prompt of 513 tokens is long
-    # enough.
+    # long. Otherwise only the last prompt may do so. A last prompt of 513 tokens is
+    # long enough.
     check_step(backend, shape, seqs, [(0, 0, 700), (1, 0, 513)])
     assert fresh_prompts(backend) == [513]
     check_step(backend, shape, seqs, [(1, 0, 513)])
     assert fresh_prompts(backend) == [513]
-    # A long prompt that is followed by a short one is read from the pool.
+    # The KV of a long prompt that is followed by a short prompt is read from the pool.
     check_step(backend, shape, seqs, [(0, 0, 700), (2, 0, 300)])
     assert fresh_prompts(backend) == []
 

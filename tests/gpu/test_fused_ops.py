@@ -91,8 +91,8 @@ def test_tokens_sampled_on_the_device_are_filled_in():
     ("num_out", "width"), [(6144, 4096), (4096, 14336), (256, 384)]
 )
 def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
-    """Each product reads the result of the previous product. Its kernel may start
-    before that result is complete, and must wait until it is.
+    """Each product reads the result of the previous product. A kernel may start before
+    the previous kernel ends, but must wait for its complete result.
     """
     kernels = fused_ops.kernels()
     product = kernels.one_row
@@ -118,7 +118,10 @@ def test_consecutive_products_of_one_row_read_complete_results(num_out, width):
     ("num_out", "width"), [(6144, 4096), (4096, 14336), (512, 384)]
 )
 def test_consecutive_products_of_few_rows_read_complete_results(num_out, width, rows):
-    """As above, with 2 to 16 rows. The first rows do not depend on the others."""
+    """Products of 2 to 16 rows wait for the complete result of the previous product.
+
+    Results of the first rows do not depend on the number of rows.
+    """
     kernels = fused_ops.few_rows()
     weights = [torch.randn(num_out, width, **BF16) / width**0.5 for _ in range(2)]
     back = torch.randn(width, num_out // 2, **BF16) / num_out**0.5
@@ -177,8 +180,8 @@ def test_gated_product_of_many_rows_equals_float64(sizes, dtype):
     weight_before = weight.clone()
     actual = fused_ops.kernels().gated_rows(x, weight)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
-    # The tolerance is smaller than the error of two kernels, which round gate and up
-    # between them.
+    # Two separate kernels would round gate and up between them. The tolerance is
+    # smaller than the resulting error.
     torch.testing.assert_close(
         actual.double(), F.silu(gate) * up, atol=1e-3, rtol=4.1e-3
     )

@@ -24,7 +24,7 @@ EXPERTS_PER_TOKEN = 3
 NUM_SEQS = 200
 F16 = torch.float16
 BF16 = torch.bfloat16
-# By implementation: the dtype and the activation for which it is used.
+# For each implementation of experts: the dtype and the activation that select it.
 IMPLEMENTATIONS = {
     "kernels": (BF16, "silu"),
     "grouped": (BF16, "gelu"),
@@ -34,7 +34,7 @@ IMPLEMENTATIONS = {
 
 @contextmanager
 def forbid_waiting() -> Iterator[None]:
-    """Within the block, raise if the host waits for the GPU."""
+    """Raises an error if the host waits for the GPU within the `with` block."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

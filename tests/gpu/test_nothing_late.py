@@ -85,7 +85,7 @@ _SCHEMA = {
 
 def _options(*options: str, context: int = _CONTEXT) -> tuple[str, ...]:
     gpu = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy")
-    # A long queue is allowed, because other tests may slow this GPU down.
+    # Requests may queue for long, because other tests may slow this GPU down.
     capacity = ("--kv-cache-tokens", "65536", "--max-queue-s", "600")
     return (*gpu, "--max-model-len", str(context), *capacity, *options)
 
@@ -159,9 +159,9 @@ def test_late_kernels_and_modules_are_counted():
 
 
 def _make_model(kind: str, folder: Path) -> Path:
-    """Saves the config of a model, which has heads that the kernels support.
+    """Saves a config and a tokenizer. Without weights, servers must use dummy weights.
 
-    The tokenizer is that of the trained models. Servers must use dummy weights.
+    The kernels support the config's heads. The tokenizer is that of a trained model.
     """
     architecture, shape = KINDS[kind]
     trained = model_dir("gqa4")
@@ -243,7 +243,7 @@ def _chat(server: Server, **members: Any) -> None:
 def _send_crowds(prefiller: Server, decoder: Server) -> None:
     """Sends many requests of all kinds concurrently, in random order.
 
-    So steps have large batches, and mixes of all kinds of requests.
+    Steps then have large batches that mix all kinds of requests.
     """
     rng = random.Random(5)
     calls: list[Callable[[], Any]] = []

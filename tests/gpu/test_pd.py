@@ -1,7 +1,7 @@
 """Pairs of prefill and decode server on GPUs answer like the decode server alone.
 
 In 16 bits, results depend on the order of sums. So if two tokens have equal logits,
-either may be chosen. Up to such a tie, tokens and log probabilities must agree.
+either may be chosen. Up to the first such tie, tokens and log probabilities must agree.
 """
 
 import zlib
@@ -55,7 +55,7 @@ _NHD = on_gpus("0", 16, "LBCNHD")
 _TWO = on_gpus("0,1")
 _SHARED = on_gpus("0,1", dcp=2)
 _EXPERTS = on_gpus(max_num_seqs=256)
-# With fewer than four GPUs, P and D share the same two.
+# With fewer than four GPUs, the prefill and decode servers share two GPUs.
 _OTHER_TWO = "2,3" if torch.cuda.device_count() >= 4 else "1,0"
 _CELLS = [
     pytest.param("gqa4", _ONE, _ONE, id="one geometry"),
@@ -116,8 +116,8 @@ _CELLS = [
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest) -> Iterator[Farm]:
-    """Starts the servers of all cells at once, because starting takes most of the
-    time.
+    """Starts the servers of all test cases concurrently, because starting takes most of
+    the time.
     """
     cells = [
         item.callspec.params
@@ -156,7 +156,7 @@ def test_pair_gives_the_answers_of_a_decode_server(engines, model, p, d, request
 def assert_same_up_to_a_tie(actual: Reply, expected: Reply, tolerance: float) -> None:
     """Compares log probabilities up to and including the first token that differs.
 
-    That token must be a tie, with the same log probability in both replies.
+    At that position, the tokens of both replies must have the same log probability.
     """
     pairs = zip(actual.token_ids, expected.token_ids, strict=True)
     num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), NUM_TOKENS)

@@ -159,7 +159,7 @@ def test_torch_equals_the_kernel(case, d_rank, dtypes, make):
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_kernel_places_latents_of_every_dtype(source, target):
-    # Both ranks have a copy of the only head.
+    # Both prefill ranks have a copy of the only head.
     p = Side(2, "BHLCND", 64, (3, 1, 2), 4, source)
     d = Side(1, "LBCNHD", 16, tuple(range(11, -1, -1)), 12, target)
     case = Case(p, d, heads=1, layers=5, components=1, head_dim=576, start=17, stop=190)
@@ -177,7 +177,7 @@ def decode_on(
     is_busy: bool = False,
     **options: Any,
 ) -> Decode:
-    # A pool in host memory is written to by a GPU, as in a host's KV store.
+    # A GPU also writes to a pool in host memory, as in a host's KV store.
     make_placer = partial(
         CudaPlacer,
         device=torch.device("cuda:0" if device == "cpu" else device),
@@ -286,7 +286,7 @@ def test_pull_over_nixl(to_close, source, target, p, path):
         assert np.array_equal(decode.tokens([3, 1, 7], 0, 23), expected(remote, 0, 23))
 
 
-# 24 MiB, for which a kernel with a single thread block takes noticeably long.
+# Pool of 24 MiB. A kernel with a single thread block takes noticeably long to copy it.
 BIG_POOL = {"num_blocks": 4096, "block_size": 8}
 
 

@@ -1,5 +1,5 @@
-"""On a GPU, products with quantised weights equal float64, and quantised models the
-CPU.
+"""On a GPU, products with quantized weights equal float64, and quantized models equal
+their results on the CPU.
 """
 
 import pytest
@@ -33,8 +33,8 @@ WEIGHT_FORMATS = [
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64, 128, 129, 300, 700])
 @torch.inference_mode()
 def test_product_equals_float64(weight_format, rows):
-    """The error must be below 1 % of the norm, or below 6 % if inputs are in FP8
-    too.
+    """The error must be below 1 % of the norm, or below 6 % if inputs are also in
+    FP8.
     """
     device = torch.device("cuda")
     weight = products.example_weight((*weight_format, BF16, device))
@@ -78,8 +78,8 @@ def test_fused_products_of_one_row_accept_fp8(rows, width):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_model_equals_the_cpu(tmp_path, name, monkeypatch):
-    # Parts are so small that weights are uploaded in several of them, like large
-    # weights.
+    # With this small part size, weights are uploaded in several parts, as large weights
+    # are.
     monkeypatch.setattr("model.weights._MIN_PART_BYTES", 1 << 12)
     make("Qwen2ForCausalLM", tmp_path, hidden_size=256, intermediate_size=512)
     rewrite(tmp_path, *FORMATS[name])

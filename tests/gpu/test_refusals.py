@@ -48,7 +48,7 @@ _REFUSED = {
 
 
 def _start_refused(argv: tuple[str, ...]) -> str:
-    """Starts a server that must end by itself. Returns the reason that it prints."""
+    """Starts a server that must refuse to start. Returns the reason that it prints."""
     options = ["--port", "0", "--served-model-name", "test-model", *_GPU, *argv]
     try:
         server = start(
@@ -62,8 +62,8 @@ def _start_refused(argv: tuple[str, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def reasons() -> Iterator[dict[str, Future[str]]]:
-    """Starts all refused servers at once, because they spend most of the time on
-    imports. Yields their printed reasons.
+    """Starts all refused servers concurrently, because imports take most of the time.
+    Yields a future of the reason that each server prints.
     """
     with ThreadPoolExecutor(len(_REFUSED)) as pool:
         yield {

@@ -1,5 +1,5 @@
-"""Models on a GPU: FlashInfer equals torch attention, graphs equal eager steps, and
-memory errors.
+"""Models on a GPU: FlashInfer equals torch attention, CUDA graphs equal eager steps,
+and a step that runs out of memory can be repeated.
 
 One GPU is needed. The tests use small trained models if there are any, otherwise small
 models with dummy weights.
@@ -94,8 +94,8 @@ def step_of(
     num_groups: int = 1,
     **fields: Any,
 ) -> StepInput:
-    """Returns a step of the first len(parts) sequences of PROMPTS. Each samples a
-    token.
+    """Returns a step of the first len(parts) sequences of PROMPTS. Each sequence
+    samples a token.
 
     Args:
         parts: The tokens of each sequence in this step.
@@ -122,7 +122,7 @@ def step_at(
     return step_of(parts if index else PROMPTS, context_lens, sampling, **fields)
 
 
-# Placeholders for tokens that the previous step samples. That step is still in flight.
+# Placeholders for tokens that the previous step, still in flight, will sample.
 SAMPLED_BEFORE = [[-1 - row] for row in range(len(PROMPTS))]
 
 
@@ -155,8 +155,9 @@ def decode(
 def assert_same_but_for_ties(
     tokens: list[list[int]], logits: torch.Tensor, expected: torch.Tensor
 ) -> None:
-    """Compares logits. Each token must be the best one, or nearly as good as the best
-    one.
+    """Asserts that logits are close, and that each token has the best expected logit.
+
+    A different token is allowed if the second-best logit is nearly as good.
     """
     torch.testing.assert_close(logits, expected, atol=LOGIT_TOLERANCE, rtol=0.02)
     best = expected.topk(2).values
@@ -189,7 +190,7 @@ def test_flashinfer_in_graphs_equals_torch_and_eager_steps(name, backend, bits):
 @pytest.mark.parametrize("name", SUPPORTED_MODELS)
 @torch.inference_mode()
 def test_prompts_in_graphs_equal_eager_steps(name):
-    """Steps have new and continued prompts of any size, and a sequence that decodes.
+    """Steps mix new and continued prompts of many sizes and a sequence that decodes.
 
     Rows that a graph adds as padding must not write to blocks of other sequences.
     """
@@ -273,10 +274,10 @@ def test_steps_launched_ahead_sample_the_same_tokens(name, enforce_eager):
 
 
 def masks_of(vocab_size: int, index: int) -> np.ndarray:
-    """Returns random token masks for every second sequence of PROMPTS, equal on every
-    rank.
+    """Returns the token masks of step `index`, one row per sequence of PROMPTS.
 
-    The masks of the remaining rows allow all tokens.
+    Every second row is random. The remaining rows allow all tokens. The masks are equal
+    on every rank.
     """
     words = -(-vocab_size // 32)
     random = np.random.default_rng(index)
@@ -289,7 +290,7 @@ def continue_masked(
     runner: ModelRunner, num_steps: int, sampling: SamplingParams
 ) -> list[list[int]]:
     """Continues PROMPTS. Launches each step before its masks are known. Only rank 0
-    gets them.
+    gets the masks.
 
     Returns:
         Tokens [step][sequence].
@@ -364,8 +365,8 @@ def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, mas
         masks = np.full((len(PROMPTS), words), 0x5F5F5F5F, np.int32)
         in_flight = []
         for index in range(6):
-            # Later steps must not wait. The first steps do, because they compile
-            # kernels.
+            # The first three steps may wait for the GPU, because they compile kernels.
+            # Later steps must not.
             mode = "error" if index > 2 else "default"
             torch.cuda.set_sync_debug_mode(mode)
             try:
@@ -381,8 +382,8 @@ def test_launching_a_decode_step_does_not_wait_for_the_gpu(sampling, shaped, mas
 
 @contextmanager
 def no_memory() -> Iterator[None]:
-    """Within the block, all memory that this process may have on the device is
-    allocated.
+    """Allocates all GPU memory that this process may have, for the time of the `with`
+    block.
     """
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -440,7 +441,7 @@ def test_float32_on_the_gpu_equals_the_cpu(name):
     torch.testing.assert_close(logits.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.alone  # otherwise tests in other processes would take memory of the GPU
+@pytest.mark.alone  # tests in other processes would change the GPU's free memory
 @pytest.mark.parametrize("name", SUPPORTED_MODELS[:1])
 def test_pool_is_sized_by_the_free_memory(name):
     with runner_for(MODELS[name], gpu_memory_utilization=0.5) as runner:

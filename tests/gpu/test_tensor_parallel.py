@@ -73,14 +73,14 @@ def _run_rank(
         assert runner.graphs is not None
         tokens, logits = decode(runner, NUM_STEPS)
         masked = continue_masked(runner, NUM_STEPS, RESTRICTED_SAMPLING)
-        runners.append(runner)  # keeps its graphs until the process exits
+        runners.append(runner)  # keeps the CUDA graphs until the process exits
         outputs = (tokens, logits.cpu().numpy()) if rank == 0 else ()
         results.put((name, kind, rank, outputs, masked))
     results.close()
     results.join_thread()
     torch.cuda.synchronize()
-    # Exit as a rank process of an engine does. Destroying the groups would block while
-    # CUDA graphs refer to them.
+    # Exit without cleanup, as a rank process of an engine does. Destroying the process
+    # groups would block while CUDA graphs refer to them.
     os._exit(0)
 
 
@@ -90,8 +90,8 @@ def continued(
 ) -> Iterator[dict[tuple[str, str, int], Any]]:
     """Results of the ranks. The ranks are started once for all models.
 
-    A key is (model, kind of group, rank). The values are the tokens and logits (on rank
-    0), and the tokens of masked steps.
+    A key is (model, kind of group, rank). A value has the tokens and logits of rank 0
+    (nothing for other ranks), and the rank's tokens of masked steps.
     """
     num_ranks = request.param
     context = multiprocessing.get_context("spawn")

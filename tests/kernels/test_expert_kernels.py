@@ -18,7 +18,8 @@ from tests.model.quantised_files import in_groups
 from tests.model.test_config import DEEPSEEK
 from tests.model.test_moe import ROUTERS
 
-# Kernels also compute with uninitialized elements, and ignore the results.
+# Kernels also compute with uninitialized elements, which may cause warnings. They
+# ignore the results.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HIDDEN = 128
 TOTAL = 6
@@ -45,8 +46,8 @@ def make_experts(rank_experts, width, monkeypatch):
 
 @pytest.mark.parametrize("rank_experts", [range(6), range(2, 5), range(5, 6)], ids=str)
 def test_kernels_sum_the_experts_of_their_rank(monkeypatch, rank_experts):
-    """One expert gets no tokens. Before their first use, the kernels of all tiles have
-    passed a self-test.
+    """One expert gets no tokens. The kernels of all tile sizes pass a self-test before
+    their first use.
     """
     experts, plain = make_experts(rank_experts, 64, monkeypatch)
     assert experts.has_one_token_kernel
@@ -61,7 +62,7 @@ def test_kernels_sum_the_experts_of_their_rank(monkeypatch, rank_experts):
 @pytest.mark.parametrize("width", [64, 320])
 @pytest.mark.parametrize("size", [None, 32, 64])
 def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
-    """FP8 weights have scales for rows, or for groups of columns.
+    """FP8 weights have one scale per row, or one per group of columns.
 
     One of the token's experts may be on a different rank.
     """
@@ -87,8 +88,8 @@ def test_one_token_is_multiplied_by_fp8_weights(size, width, monkeypatch):
 
 
 def random_mxfp4(*shape):
-    """Returns random MXFP4 matrices [experts, out, in]. Products with x have about the
-    size of x.
+    """Returns random MXFP4 matrices [experts, out, in]. Their product with x has about
+    the magnitude of x.
     """
     *rows, width = shape
     return Quantized(
@@ -114,7 +115,7 @@ def random_mxfp4(*shape):
 def test_mxfp4_experts_are_multiplied_as_stored(
     rank_experts, clamps, has_biases, width, monkeypatch
 ):
-    """Widths are padded to multiples of 256 columns. The kernels of all tiles are
+    """Widths are padded to multiples of 256 columns. The kernels of all tile sizes are
     tested.
     """
     monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)

@@ -34,7 +34,7 @@ def normed(x, norm):
 @pytest.mark.parametrize("tile", [*TILES, SPLIT], ids=str)
 @pytest.mark.parametrize("rows", [2, 7, 16])
 def test_consecutive_products_equal_float64(rows, tile):
-    """A product must not read what an earlier product has left in buffers."""
+    """A product must not read data that an earlier product has left in buffers."""
     x = torch.randn(rows, 384).to(BF16)
     weight = torch.randn(96, 384).to(BF16)
     bias = torch.randn(96).to(BF16)
@@ -104,7 +104,7 @@ def test_tiles_divide_the_matrix(num_out, width, gated):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """The layers use the kernels for bfloat16 on the CPU."""
+    """Makes layers use the bfloat16 kernels on the CPU, as on a Hopper GPU."""
     monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: dtype == BF16)
     monkeypatch.setattr(fused_ops, "_self_test_results", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))

@@ -23,8 +23,8 @@ def assert_near(actual, expected):
 @pytest.mark.parametrize("weight_format", WEIGHT_FORMATS, ids=str)
 @pytest.mark.parametrize(("rows", "num_out"), [(8, 67), (13, 17), (40, 80), (70, 1)])
 def test_product_equals_float64_with_and_without_splits(weight_format, rows, num_out):
-    """Several products run in sequence. None may read what an earlier one has left in
-    buffers.
+    """Several products run in sequence. A product must not read data that an earlier
+    product has left in buffers.
     """
     weight = example_weight((*weight_format, BF16, torch.device("cpu"))).map_parts(
         lambda part: part[:num_out].contiguous()

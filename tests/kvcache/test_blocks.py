@@ -84,7 +84,7 @@ def test_integrity_check_detects_corrupted_state(corrupt):
 
 
 def cached_blocks(allocator: BlockAllocator, num_blocks: int) -> list[int]:
-    """Returns new CACHED blocks. Eviction would take the last one first."""
+    """Returns new CACHED blocks. The last block is the first to be evicted."""
     blocks = allocator.allocate(num_blocks)
     for block in blocks:
         allocator.mark_cached(block)
@@ -115,7 +115,7 @@ def test_block_whose_pin_has_ended_is_evicted_like_a_block_without_a_pin():
     allocator = BlockAllocator(9, lambda: now_s)
     blocks = cached_blocks(allocator, 4)
     allocator.pin(blocks[2:], 60.0)
-    assert 2 in allocator.allocate(5)  # passes over the pinned blocks
+    assert 2 in allocator.allocate(5)  # skips the pinned blocks 4 and 3
     assert allocator.num_pinned == 2
     now_s = 61.0
     assert allocator.num_pinned == 0
@@ -133,7 +133,7 @@ def test_owner_pins_at_most_its_share_and_the_end_of_a_prefix_is_refused():
     allocator.pin(blocks[4:], 60.0, "b")
     assert allocator.num_pinned == 8
     now_s = 30.0
-    allocator.pin(blocks[:4], 60.0, "a")  # needs no more than its share
+    allocator.pin(blocks[:4], 60.0, "a")  # extends the owner's existing pins
     assert allocator.num_pins_refused == 2
     now_s = 61.0
     assert allocator.num_pinned == 4
@@ -178,8 +178,8 @@ def is_exclusive(model_block: ModelBlock) -> bool:
     )
 
 
-# A rule says in which states a transition is legal, and its effect: values to set, or
-# numbers to add if the field is `uses` or `leases`.
+# A rule has a predicate (is the transition legal for this block?) and the effect on
+# ModelBlock: numbers to add to `uses` and `leases`, and new values of other fields.
 Rule = tuple[Callable[[ModelBlock], bool], dict[str, Any]]
 TRANSITIONS: dict[str, Rule] = {
     "share": (holds_bytes, {"uses": 1}),
@@ -297,7 +297,7 @@ class AllocatorMachine(RuleBasedStateMachine):
                 self.allocator.allocate(n)
             assert counts[CACHED] == self.allocator.counts()[CACHED]
             return
-        allocated = self.allocator.allocate(n)  # evicts by way of `on_evict`
+        allocated = self.allocator.allocate(n)  # calls `on_evict` for each eviction
         num_evicted = counts[CACHED] - self.allocator.counts()[CACHED]
         assert num_evicted == max(0, n - counts[FREE])
         assert len(set(allocated)) == n

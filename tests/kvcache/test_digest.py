@@ -47,7 +47,7 @@ def element_bytes(pool: KVPool) -> torch.Tensor:
 
 
 def pools_of(case: Case, side: Side, seed: int) -> list[KVPool]:
-    """Returns the pools of an engine: the KV of the case, and random bytes elsewhere.
+    """Returns an engine's pools with the KV of the case. All other bytes are random.
 
     The KV is the same for every side, rank and seed. `seed` determines only the random
     bytes.
@@ -112,7 +112,7 @@ def test_engines_with_equal_kv_and_different_geometries_compute_equal_digests(
     scoped_case, piece_bytes
 ):
     """The engines may differ in axis order, TP, DCP, replicated heads, block size, and
-    the content of all other blocks.
+    the content of blocks without the case's KV.
     """
     case, scope = scoped_case
     expected = prefill_digest(case, scope)
@@ -125,8 +125,8 @@ def test_engines_with_equal_kv_and_different_geometries_compute_equal_digests(
 def flip_bit(
     case: Case, side: Side, rank: int, pool: KVPool, draw: Any
 ) -> tuple[int, int]:
-    """Flips one bit of the rank's KV. Returns its token, and its head (counted in the
-    model).
+    """Flips one bit of the rank's KV. Returns the bit's token, and its head (an index
+    into all heads of the model).
     """
     token = int(draw(st.sampled_from(local_tokens(case, side, rank).tolist())))
     heads = side.heads(rank, case.heads)
@@ -142,9 +142,9 @@ def flip_bit(
 
 @given(scoped_cases(), st.data())
 def test_differences_name_the_tokens_and_heads_of_wrong_bits(scoped_case, data):
-    """Two bits are flipped on one rank, which may have heads that other ranks have too.
+    """Two bits are flipped on one rank. Other ranks may have copies of its heads.
 
-    The sums have keys, because in a plain sum the two bits might cancel each other out.
+    The digest is a keyed sum, because in a plain sum the two bits might cancel out.
     """
     case, scope = scoped_case
     scope = replace(scope, is_sample=False)
@@ -201,7 +201,7 @@ def test_samples_of_many_leases_cover_all_layers():
 
 
 def test_warm_up_of_the_kernel_covers_models_with_windows(monkeypatch, caplog):
-    """If the launch that compiles the kernel fails, torch computes all digests."""
+    """If a warm-up launch failed, torch would compute all digests without an error."""
     side = Side(1, "BLCNHD", 4, (0, 1), 2)
     case = Case(
         side, side, heads=2, layers=1, components=2, head_dim=8, start=0, stop=8

@@ -1,4 +1,4 @@
-"""KV groups: layers are divided into groups of equal size, by their windows."""
+"""KV groups: layers are divided by attention window into groups of equal size."""
 
 import pytest
 

@@ -22,7 +22,7 @@ def test_tombstones_are_bounded_by_count_and_age(monkeypatch):
 
 class LeaseMachine(RuleBasedStateMachine):
     """Random calls of LeaseTable: every lease ends once, and `complete` succeeds only
-    for held leases (invariants I3, I4, I5).
+    for held leases (invariants I3 to I5 in docs/design.md).
     """
 
     @initialize()
@@ -49,7 +49,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.grant(lease_id, "r", self.blocks[lease_id], lease_s, self.now)
 
     def latest(self, index: int) -> str:
-        """Returns the id of a recent lease, or of none if fewer leases were granted."""
+        """Returns the id of a recent lease, or an unknown id if there are too few."""
         return f"L{len(self.blocks) - 1 - index}"
 
     @rule(

@@ -23,7 +23,7 @@ BASE = KVLayout("BHLCND", 3, 2, 3, 2, 4, 5, "float32")
 
 
 def fill(pool: KVPool) -> None:
-    """Writes to each element its index modulo 251, through the views by layer."""
+    """Sets each element to its index modulo 251, through the views of the layers."""
     sizes = pool.layout.sizes
     index = torch.arange(pool.tensor.numel()).view([sizes[axis] for axis in AXES])
     for layer in range(sizes["L"]):

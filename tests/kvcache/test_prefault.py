@@ -47,7 +47,7 @@ def test_blocks_ahead_of_those_in_use_are_resident_and_keep_their_bytes(
     order, monkeypatch
 ):
     pool = _pool(order)
-    # This is the size of five blocks.
+    # The thread populates five blocks (a quarter of the pool) ahead.
     monkeypatch.setattr(prefault, "_AHEAD_BYTES", pool.nbytes // 4)
     pool.flat_bytes[12345] = 7
     thread = PrefaultThread(pool)

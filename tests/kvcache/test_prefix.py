@@ -1,5 +1,5 @@
-"""The prefix index finds the longest prefix with equal tokens, and no evicted
-blocks.
+"""The prefix index finds the longest prefix with equal tokens, and never returns
+evicted blocks.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def test_pinned_prefix_is_found_after_all_other_blocks_were_evicted():
     assert allocator.num_pinned == 2
     allocator.allocate(7)
     assert index.match(tokens) == blocks[:2]
-    allocator.allocate(1)  # only pinned blocks were left: the end of the prefix goes
+    allocator.allocate(1)  # only pinned blocks are left: evicts the prefix's last block
     assert index.match(tokens) == blocks[:1]
     index.check_integrity()
 
@@ -105,7 +105,8 @@ def test_only_the_window_that_a_hit_needs_is_pinned():
     tokens = list(range(16))
     index.publish(tokens, allocator.allocate(8), cursor=PrefixCursor())
     index.pin(tokens, 16, 60.0)
-    # Four blocks of the first group, and the last one of the group with the window.
+    # Four blocks of the first group, and the last block of the second group, which has
+    # a window of 4 tokens.
     assert allocator.num_pinned == 5
     index.check_integrity()
 
@@ -133,7 +134,7 @@ def test_integrity_check_detects_marks_that_differ_from_entries():
 
 
 class RunningSequence:
-    """What the engine stores of a running sequence."""
+    """The state that an engine stores for a running sequence."""
 
     def __init__(
         self, tokens: list[int], salt: bytes, blocks: list[int], num_published: int
@@ -149,9 +150,9 @@ class LookUpMachine(RuleBasedStateMachine):
     """Waiting sequences are looked up repeatedly, for varying numbers of tokens."""
 
     waiting = Bundle("waiting")
-    # Two tokens only, so that prefixes collide, diverge and recur.
+    # There are only two different token ids, so that prefixes often recur and diverge.
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-    # One salt is a prefix of another one, and one equals the bytes of a token.
+    # One salt is a prefix of another salt, and one salt equals the bytes of a token id.
     salts = st.sampled_from([b"", b"salt", b"salted", bytes(8)])
     now_s = 0.0
 
@@ -225,8 +226,8 @@ class PrefixMachine(LookUpMachine):
         return by_content
 
     def expected(self, tokens: list[int], limit: int, salt: bytes) -> list[int]:
-        """Returns the blocks of the longest cached prefix. Each block must have exactly
-        the next content.
+        """Returns the blocks of the longest cached prefix. The recorded content of each
+        block must equal the salt and the tokens up to the block's end.
         """
         cached = self.cached_contents()
         blocks: list[int] = []
@@ -329,7 +330,7 @@ class CollidingIndex(PrefixIndex):
 
 
 class CollidingMachine(PrefixMachine):
-    """PrefixMachine with colliding keys: only the tokens may decide what matches."""
+    """PrefixMachine with colliding keys: the index must compare the tokens too."""
 
     index_type = CollidingIndex
 
@@ -342,7 +343,7 @@ TestCollidingMachine.settings = MACHINE_SETTINGS
 
 
 class WindowMachine(LookUpMachine):
-    """Random sequences with several KV groups and windows that drop blocks.
+    """Random sequences with several KV groups, which drop blocks before their windows.
 
     A hit is the longest prefix for which all blocks that the next token needs are
     cached. The hit's table has only these blocks. `expected` finds the table by brute
@@ -379,8 +380,8 @@ class WindowMachine(LookUpMachine):
     def needed_contents(
         self, tokens: list[int], num_full: int, salt: bytes
     ) -> dict[int, tuple[int, bytes, tuple[int, ...]]]:
-        """Returns the needed content (group, salt, tokens), by index in the table, of a
-        prefix of full blocks.
+        """Returns the content (group, salt, tokens) that a prefix of `num_full` blocks
+        needs, by index in the block table.
         """
         num_tokens = num_full * self.size
         needed = {}
@@ -398,8 +399,8 @@ class WindowMachine(LookUpMachine):
         step=st.integers(1, 6),
     )
     def compute(self, tokens: list[int], salt: bytes, more: list[int], step: int):
-        """Computes one sequence from its hit to its end, in steps, as the scheduler
-        does.
+        """Computes one sequence in steps, as the scheduler does, from the end of its
+        prefix hit to its last token.
         """
         groups = self.groups
         count = groups.count

@@ -16,7 +16,7 @@ from tests.model.dense import DenseAttention
 from tests.model.random_configs import PROMPT_TOKENS
 from tests.model.random_models import load, make_of
 
-# Baton refuses some configs that transformers accepts. Patterns of Baton's errors, with
+# Patterns of the errors with which Baton refuses configs that transformers accepts, and
 # the reasons.
 REFUSALS = {
     r"^hidden_act(ivation)? .* is not supported": (
@@ -63,8 +63,8 @@ REFUSALS = {
         "no released model has it"
     ),
 }
-# Baton accepts some configs that transformers refuses. Patterns of transformers'
-# errors, with the reasons.
+# Patterns of the errors with which transformers refuses configs that Baton accepts, and
+# the reasons why Baton accepts them.
 SERVED = {
     r"^KeyError.*for 'rope_type'='longrope': {'original_max": (
         "Phi-3's first files name it su"
@@ -76,7 +76,7 @@ SERVED = {
     r"^TypeError.*for //: 'int' and 'NoneType'": "no n_group means one group",
     r"^ValueError: Could not find a `sliding_window`": "no layer has a window",
 }
-_TOLERANCE = 1e-3  # maximum difference of logits, which are around 1
+_TOLERANCE = 1e-3  # maximum difference of logits with magnitudes of about 1
 
 
 class Comparison(NamedTuple):

@@ -89,7 +89,7 @@ def make_mtp(kind: str, folder: Path) -> Any:
     projection = names["projection"]
     tensors[projection] = _random(projection, (size, 2 * size), generator)
     if kind != "qwen3":
-        # These files repeat the tables of the model.
+        # In these files, the MTP layer has copies of the model's embedding and head.
         prefix = names["layer"]
         tables = ("model.embed_tokens.weight", "lm_head.weight")
         copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
@@ -127,7 +127,7 @@ def make_eagle3(
         changes: changes of EAGLE3_CONFIG.
 
     Returns:
-        its tensors.
+        The tensors of the drafter.
     """
     raw = {**EAGLE3_CONFIG, **changes}
     size = raw["hidden_size"]

@@ -1,4 +1,4 @@
-"""Straight formulas of MTP layers and EAGLE-3 in float32, for one sequence.
+"""Plain formulas of MTP layers and EAGLE-3 in float32, for one sequence.
 
 The formulas share no code with `model/`: weights are read by their names, and each
 function computes all positions at once, without a cache.
@@ -189,10 +189,10 @@ def eagle3(
     """Returns the states and the logits of EAGLE-3 for a whole sequence.
 
     Args:
-        states: the combined states, the input of the layer.
+        states: the combined states of the target, which are input of the drafter.
 
     Returns:
-        The logits are those of the drafter's own vocabulary.
+        The states, and the logits over the drafter's vocabulary.
     """
     eps = raw["rms_norm_eps"]
     normed = rms_norm(states, weights["midlayer.hidden_norm.weight"], eps)

@@ -14,7 +14,7 @@ NUM_PROPOSALS = 3
 def captured_states(
     model: CausalLM, layers: tuple[int, ...], rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Runs the prompt. Returns its captured states, and what `forward` returns."""
+    """Runs the prompt. Returns the captured states, and the result of `forward`."""
     out = torch.zeros(len(PROMPT), len(layers) * model.config.hidden_size)
     hidden = model.forward(
         torch.tensor(PROMPT),
@@ -30,7 +30,7 @@ def propose(draft: DraftModel, states: Tensor, first_token: int) -> list[Tensor]
     """Proposes tokens after the prompt and `first_token`.
 
     Returns:
-        the logits of all rows of the prompt, and of each row after it.
+        The logits of all rows of the prompt, then the logits of each later row.
     """
     attention = DenseAttention(draft.attention_spec)
     token_ids = torch.tensor([*PROMPT[1:], first_token])

@@ -1,4 +1,4 @@
-"""Writers of quantised checkpoints in each format. They also return the exact
+"""Writers of quantized checkpoints in each format. Each writer also returns the exact
 weights.
 """
 
@@ -16,8 +16,8 @@ from model.quantization.quantized import Quantized, quantise
 
 GROUP = 32
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-# What a writer returns for a weight [out, in]: the stored tensors, by the suffixes of
-# their names, and the exact weight that they represent, in float64.
+# The result of a writer for a weight [out, in]: the stored tensors by name suffix, and
+# the exact weight that they represent, in float64.
 Written = tuple[dict[str, Tensor], Tensor]
 
 
@@ -109,7 +109,7 @@ def awq(weight: Tensor) -> Written:
 def gptq_writer(
     *, zero_offset: int, shuffles: bool = False
 ) -> Callable[[Tensor], Written]:
-    """Returns a writer of gptq.
+    """Returns a writer of the GPTQ format.
 
     Args:
         zero_offset: number that is subtracted from zero points before they are stored.
@@ -133,8 +133,9 @@ def gptq_writer(
 
 
 def mxfp4(weight: Tensor) -> Written:
-    """Writes experts [experts, in, out]. Unquantised experts have this order in files,
-    too.
+    """Writes experts that are given as [experts, in, out].
+
+    This is the order of unquantized experts in files.
     """
     codes = torch.randint(0, 16, weight.mT.shape)
     scales = torch.randint(118, 125, (*codes.shape[:-1], codes.shape[-1] // 32))

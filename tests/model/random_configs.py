@@ -1,8 +1,8 @@
 """Random config.json files of all architectures, small enough for tests.
 
 The files vary what publishers vary: the form and place of rope parameters, windows,
-layer types, biases, activations, scales and experts. Keys may be missing, and there are
-keys that the model class does not read.
+layer types, biases, activations, scales and experts. Some keys are missing, and some
+keys are not read by the model class.
 """
 
 import random
@@ -75,8 +75,8 @@ def _sizes(draw: random.Random, architecture: str) -> Raw:
     }
     if draw.random() < 0.8:
         raw["num_key_value_heads"] = draw.choice((1, 2, heads))
-    # Phi-3 and OLMoE need heads that add up to hidden_size: Phi-3's number of factors
-    # must fit hidden_size, and OLMoE's norms have this width.
+    # In Phi-3 and OLMoE, the heads must add up to hidden_size: Phi-3's number of rope
+    # factors follows from hidden_size, and OLMoE's norms have this width.
     if draw.random() < 0.6 and not architecture.startswith(("Phi3", "Olmoe")):
         raw["head_dim"] = draw.choice((8, 16, 20))
     if draw.random() < 0.5:
@@ -192,7 +192,8 @@ def _add_ropes(draw: random.Random, architecture: str, raw: Raw) -> None:
     forms += ["kinds"] * 8 + ["flat"] if has_kinds else ["flat"] * 8 + ["kinds"]
     form = draw.choice(forms)
     if draw.random() < 0.5 or form == "theta":
-        # For Olmo 3, versions of transformers differ if rope_theta is not its default.
+        # Versions of transformers read a rope_theta of Olmo 3 differently, unless it is
+        # the default.
         is_plain = architecture.startswith("Olmo3") and draw.random() < 0.8
         raw["rope_theta"] = 500000.0 if is_plain else draw.choice((100.0, 10000.0))
     if form in ("none", "theta"):

@@ -9,8 +9,8 @@ import transformers
 from model.config import load_config
 from model.decoder import load_model
 
-# Token ids are None, because the default ids of some classes are outside of this
-# vocabulary.
+# eos_token_id and bos_token_id are None, because the default ids of some classes are
+# outside of this vocabulary.
 SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -74,14 +74,14 @@ def make(
 
 
 def make_of(raw: dict[str, Any], folder: Path):
-    """Like `make`, for a model with the config.json `raw`."""
+    """Saves a random model with the config.json `raw`, and returns it."""
     model_class = getattr(transformers, raw["architectures"][0])
     model_type = model_class.config_class.model_type
     values = {"pad_token_id": 0, **raw, "model_type": model_type}
     config = model_class.config_class.from_dict(values)
-    # The faster implementations ignore soft caps.
+    # The faster implementations of attention ignore soft caps.
     config._attn_implementation = "eager"
-    # The faster implementations need rows with a multiple of 16 bytes.
+    # The faster implementations of experts need rows with a multiple of 16 bytes.
     config._experts_implementation = "eager"
     return _save_random(model_class, config, folder)
 

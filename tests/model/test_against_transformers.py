@@ -24,7 +24,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-# A key that the model class does not read: the class always has a bias.
+# The model classes in these cases ignore this key and always have a bias.
 UNREAD = {"attention_bias": False}
 EAGER = {"experts_implementation": "eager"}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -324,8 +324,8 @@ def check_equal(model, reference, num_tokens: int = 20) -> None:
 
 @pytest.mark.parametrize("name", ["gqa", "mla", *trained_models()])
 def test_trained_models_generate_what_transformers_generates(name):
-    """The models are the tiny ones of this repository, and shared trained models if
-    present.
+    """The test uses the tiny models of this repository, and shared trained models if
+    they are present.
     """
     folder = trained_models().get(name) or ensure_model(name)
     reference = transformers.AutoModelForCausalLM.from_pretrained(

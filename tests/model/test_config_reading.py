@@ -1,5 +1,5 @@
-"""Unusual forms of config.json are read as by transformers, or refused with the key's
-name.
+"""Unusual forms of config.json are read as transformers reads them, or refused with the
+key's name.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ READ = {
         "Gemma3",
         {**with_ropes_by_kind(YARN), ORIGINAL: 64, **EVERY_SECOND},
     ),
-    # Which rope_theta is used.
+    # Missing rope_theta, and several places of rope_theta.
     "llama: no theta": ("Llama", with_rope_parameters(rope_type="linear", factor=2.0)),
     "smollm3: no theta": ("SmolLM3", with_rope_parameters(rope_type="default")),
     "gemma3: no theta": (

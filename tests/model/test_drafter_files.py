@@ -1,4 +1,4 @@
-"""Loading of drafters: files of several writers, and files that do not fit."""
+"""Loading of drafters: files written by several tools, and files that do not fit."""
 
 from pathlib import Path
 
@@ -144,7 +144,9 @@ def test_drafters_have_dummy_weights(mtp_folders, llama, tmp_path):
 
 
 def test_eagle3_of_other_writers_is_the_same_drafter(llama, tmp_path):
-    """Some nest the sizes, call the layer `layers.0`, or prefix names by `model.`."""
+    """Some writers nest the sizes, name the layer `layers.0`, or prefix names by
+    `model.`.
+    """
     tensors = make_eagle3(tmp_path / "plain", norm_before_residual=True)
     nested = tmp_path / "nested"
     make_eagle3(nested)
@@ -170,7 +172,7 @@ def test_eagle3_of_other_writers_is_the_same_drafter(llama, tmp_path):
         propose(load_eagle3(llama, folder, dtype=torch.float32), states, 50)[-1]
         for folder in (tmp_path / "plain", nested, prefixed)
     ]
-    # Where a weight begins in its file may change the last bits of a product.
+    # The offset of a weight in its file may change the last bits of a product.
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(results[0], results[2])
 
@@ -179,7 +181,7 @@ def test_eagle3_of_other_writers_is_the_same_drafter(llama, tmp_path):
     ("changes", "layers"),
     [
         ({"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}, (2, 3, 5)),
-        # A list that begins with 1 counts layers from 0 and means their outputs.
+        # A list that begins with 1 counts layers from 0 and refers to their outputs.
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, (2, 4, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, (2, 3, 5)),
         ({"aux_hidden_state_layer_ids": [0, 3, 6]}, (0, 3, 6)),

@@ -1,7 +1,7 @@
-"""MTP layers and EAGLE-3 drafters compute what straight formulas compute, in float32.
+"""MTP layers and EAGLE-3 drafters compute the same as plain formulas, in float32.
 
 The formulas are in `draft_reference.py`. The states of the target are compared with
-those of transformers.
+the states in transformers.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +57,7 @@ def inference_mode():
 
 
 def propose_by_formulas(formula, states: Tensor, first_token: int) -> list[Tensor]:
-    """Does the same by recomputing the complete sequence for each proposal.
+    """Does the same as `propose`, but recomputes the sequence for each proposal.
 
     Args:
         formula: returns the states and the logits of token ids and states.
@@ -73,7 +73,7 @@ def propose_by_formulas(formula, states: Tensor, first_token: int) -> list[Tenso
 
 
 def reference_states(reference: Any, layers: tuple[int, ...]) -> Tensor:
-    """Returns states of the prompt in a transformers model, as StateCapture does."""
+    """Returns the states of PROMPT in a transformers model, like a StateCapture."""
     states = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in layers], dim=-1)
 

@@ -166,7 +166,7 @@ def test_tokenizer_splits_and_joins_as_the_original(tmp_path):
     convert(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     encoded = tokenizer.encode("<s>hello w12\n</s>")
-    # Each digit must be a token of its own.
+    # Each digit must be a separate token.
     assert encoded.tokens == ["<s>", "hello", "Ġw", "1", "2", "Ċ", "</s>"]
     assert (
         tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<s>hello w12\n</s>"
@@ -182,9 +182,9 @@ def test_tokenizer_splits_and_joins_as_the_original(tmp_path):
 def test_llama3_text_begins_with_bos_and_all_end_of_turn_tokens_are_listed(
     pre, prefix, tmp_path, monkeypatch
 ):
-    """GGUF files of Llama 3 do not say that a text begins with the bos token.
+    """GGUF files of Llama 3 do not state that a text begins with the bos token.
 
-    They do not list all tokens that end a turn either.
+    These files also do not list all tokens that end a turn.
     """
     monkeypatch.setattr(
         "tests.model.test_gguf.TOKENS", [*TOKENS[:-2], "<|eot_id|>", "<|eom_id|>"]

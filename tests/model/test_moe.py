@@ -1,5 +1,5 @@
-"""Layers of experts never read values from the device, because CUDA graphs forbid
-that.
+"""Layers of experts never read values from the device, because CUDA graphs forbid such
+reads.
 """
 
 import pytest

@@ -97,9 +97,9 @@ ACTIVATIONS = {"weights": None, "input_activations": {"type": "float", "num_bits
 def test_groups_of_layers_in_fp8_may_have_scales_for_blocks_or_for_rows(
     tmp_path, tmp_path_factory, groups
 ):
-    """Some writers scale the weights of attention by rows and all others by blocks.
+    """Some writers scale attention weights by rows, and all other weights by blocks.
 
-    Some also add a group that quantises only activations.
+    Some writers also add a group that quantizes only activations.
     """
     make("Qwen2ForCausalLM", tmp_path, **WIDE)
     config_groups = {f"group_{n}": group for n, group in enumerate(groups)}

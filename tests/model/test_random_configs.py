@@ -1,4 +1,4 @@
-"""Random configs are read as by transformers, or refused for a listed reason."""
+"""Random configs are read as transformers reads them, or refused for listed reasons."""
 
 import pytest
 

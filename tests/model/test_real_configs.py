@@ -243,8 +243,8 @@ def small(raw: dict[str, Any]) -> dict[str, Any]:
         ):
             scaled[key] = 512
         elif isinstance(value, list) and key != "architectures":
-            # A value by layer is for 4 layers. Other lists are rope factors, for the 3
-            # pairs of 6 rotated elements.
+            # Lists with a value per layer are cut to 4 layers. Other lists are rope
+            # factors, which are cut to 3 (pairs of the 6 rotated elements).
             length = 4 if "layer" in key else 3
             scaled[key] = value[:length]
         else:

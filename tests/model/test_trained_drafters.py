@@ -1,7 +1,7 @@
 """Trained drafters propose most of the tokens that their target draws.
 
-This would fail if a drafter read other states, tokens or positions than it was trained
-with.
+The test fails if a drafter reads states, tokens or positions that differ from those in
+its training.
 """
 
 import pytest
@@ -17,8 +17,9 @@ from tests.rigs.state_drafts import load_pair
 _PROMPT_TOKENS = 24
 _NUM_TOKENS = 96
 _NUM_PROPOSALS = 3
-# Smallest shares of first, second and third proposals that equal the target's tokens,
-# counted if those before them do. By chance, a share would be 1 / 512.
+# Minimum shares of first, second and third proposals that equal the target's tokens. A
+# proposal is counted only if all earlier proposals are equal. By chance, a share would
+# be 1 / 512.
 _MIN_RATES = (0.6, 0.4, 0.2)
 
 
@@ -38,7 +39,7 @@ def _proposals(draft: DraftModel, states: Tensor, token_ids: list[int]) -> list[
     """Proposes tokens after `token_ids`.
 
     Args:
-        states: the states of all of them but the last one.
+        states: the states of all tokens except the last one.
     """
     attention = DenseAttention(draft.attention_spec)
     proposals: list[int] = []

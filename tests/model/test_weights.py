@@ -46,7 +46,7 @@ def test_sharded_checkpoint_is_the_same_model(checkpoint, tmp_path_factory):
     config = load_config(checkpoint)
     assert fingerprint(config, sharded) == fingerprint(config, checkpoint)
     first, *_, last = sorted(sharded.glob("*.safetensors"))
-    # Of two tensors with the same name, the one in the file that the index names is
+    # If two files have a tensor with the same name, the index decides which tensor is
     # used.
     duplicates = {name: tensor + 1 for name, tensor in load_file(first).items()}
     save_file({**load_file(last), **duplicates}, last)
@@ -156,9 +156,9 @@ def test_weights_that_do_not_fit_are_named(checkpoint, change, message):
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_loading_a_rank_reports_all_weights_of_the_files(tmp_path, ep):
-    """Experts that other ranks load are reported, too.
+    """Experts that other ranks load are reported too.
 
-    This is because the remaining time is estimated from the share of reported weights.
+    The remaining time is estimated from the share of reported weights.
     """
     make("MixtralForCausalLM", tmp_path)
     reported = set()
@@ -174,7 +174,7 @@ def test_saved_rope_buffers_are_ignored(checkpoint):
 
 
 def test_stored_head_is_used_although_the_config_ties_it(checkpoint):
-    """transformers 5 does the same: a fine-tuned head may come with an old config."""
+    """A fine-tuned head may have an old config. transformers 5 also uses this head."""
     expected = greedy(load(checkpoint), [1, 2, 3], 10)
     raw = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(
@@ -305,8 +305,8 @@ def test_stored_dtypes_are_counted_from_headers(checkpoint):
 
 
 def test_dummy_mxfp4_experts_are_quantised_and_equal_in_every_part():
-    """The variance is about 1 / columns, so that products do not change the size of
-    activations.
+    """The variance is about 1 / columns, so that products do not change the magnitude
+    of activations.
     """
     source = DummySource(7, "cpu", Quantization("mxfp4"))
     shape = (4, 96, 256)

@@ -1,4 +1,4 @@
-"""What scrapers receive: labels, OpenMetrics with exemplars, and vLLM's names."""
+"""The text that scrapers get: labels, OpenMetrics with exemplars, and vLLM's names."""
 
 import shutil
 import subprocess
@@ -128,7 +128,8 @@ def test_open_metrics_is_valid_and_has_exemplars(accept, aliases):
     assert set(exemplars) == (
         {("vllm:time_to_first_token_seconds", "0.5")} if aliases == "vllm" else set()
     )
-    # The text format has no exemplars, and the suffix _total in the names of counters.
+    # The Prometheus text format has no exemplars. Unlike in OpenMetrics, the names of
+    # counters in its type lines have the suffix _total.
     plain = metrics.expose()[0].decode()
     assert "trace_id" not in plain and "# TYPE baton_requests_total counter" in plain
     assert "# TYPE baton_requests counter" in text.decode()

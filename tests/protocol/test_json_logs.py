@@ -1,4 +1,6 @@
-"""Log lines as JSON objects, also those of children and of what is not logged."""
+"""Log lines as JSON objects, including the lines of child processes and output that no
+logger has written.
+"""
 
 import json
 import subprocess

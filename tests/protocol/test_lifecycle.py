@@ -215,7 +215,7 @@ def test_child_has_a_session_and_is_terminated_then_killed_and_reaped(events, ig
         os.waitpid(child.pid, os.WNOHANG)
 
 
-# Starts a chain of `depth` processes, each started by the one before it. All of them
+# Starts a chain of `depth` processes, each a child of the previous one. All of them
 # inherit the descriptor `fd`.
 TREE = """
 import signal, sys

@@ -1,4 +1,4 @@
-"""Validated requests: what each member of a body means, and its default."""
+"""Validated requests: the meaning and the default of each member of a body."""
 
 import json
 from typing import Any

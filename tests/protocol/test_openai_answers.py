@@ -70,7 +70,7 @@ def test_complete_response_repeats_the_request_and_has_the_reason_why_it_ended()
 
 
 def test_chat_event_contains_one_kind_of_content():
-    """Events of OpenAI's API are like that, too.
+    """Each event of OpenAI's own API also contains only one kind of content.
 
     litellm, which Claude Code uses, depends on this: if an event begins a call or has a
     finish reason, litellm drops the rest of the event.

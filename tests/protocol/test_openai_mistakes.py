@@ -90,7 +90,7 @@ def test_garbage_collector_is_paused_only_while_a_large_body_is_decoded(body):
     finally:
         gc.callbacks.remove(on_collection)
     assert gc.isenabled()
-    assert len(phases) <= 4  # two for the error or for the result
+    assert len(phases) <= 4  # start and stop of at most two collections
 
 
 # -- members --------------------------------------------------------------------------

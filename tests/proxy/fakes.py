@@ -326,8 +326,8 @@ class _QuietServer(uvicorn.Server):
 
 
 class _DroppingProtocol(HttpToolsProtocol):
-    """The HTTP protocol of uvicorn, but the application can close a connection without
-    another byte.
+    """The HTTP protocol of uvicorn, extended so that the application can close a
+    connection without sending another byte.
     """
 
     def on_message_begin(self) -> None:

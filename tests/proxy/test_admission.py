@@ -84,7 +84,7 @@ async def test_full_server_still_receives_shorter_and_more_urgent_requests():
 
 async def test_foreign_prefill_servers_are_full_by_estimate():
     """Servers such as vLLM's have no admission control, so the proxy estimates their
-    queues. A prompt takes 0.1 s here.
+    queues. The estimate for the first prompt exceeds --max-queue-s.
     """
     waits = Waits(prefills_as_vllm)
     prefill = vllm_server(waits, "m")
@@ -118,8 +118,8 @@ def refuses_then(otherwise: Behave) -> Behave:
 
 
 async def test_prompt_that_will_be_refused_counts_as_one_full_context():
-    """A prompt of many bytes may be far longer than the context. The server will refuse
-    it, but may take long to do so.
+    """A prompt of many bytes may be far longer than the context. Until the server
+    refuses it, the proxy estimates its load as that of one full context.
     """
     waits = Waits(refuses_then(prefills))
     prefill = Fake(waits, max_model_len=CONTEXT)

@@ -131,8 +131,8 @@ async def test_servers_get_a_salt_that_is_derived_from_the_key(cache_salt, has_k
     """Both legs get the same cache salt. No client can use the salt of another client's
     key.
 
-    Either the proxy checks the keys, or its servers do and the proxy passes the keys
-    on.
+    Either the proxy checks the keys, or it forwards the keys and its servers check
+    them.
     """
     keys = [f"sk-{name}-0123456789" for name in ("alice", "bob")]
     options: dict[str, Any] = {"cache_salt_by_key": True}
@@ -231,8 +231,8 @@ def test_prefill_leg_of_v1_responses_has_max_output_tokens():
 
 
 def test_turns_of_claude_code_share_the_hashes_of_their_common_prefix():
-    """Neither the line for Anthropic's billing nor the place of `cache_control` is a
-    part of the prompt.
+    """The hashes depend neither on the line for Anthropic's billing nor on the place of
+    `cache_control`, because these are not part of the prompt.
     """
     hashes = []
     for name in ("first_turn", "second_turn"):

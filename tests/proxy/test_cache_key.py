@@ -1,4 +1,6 @@
-"""`prompt_cache_key`, `cache_salt` and `cache_control` in the placement of requests."""
+"""The effect of `prompt_cache_key`, `cache_salt` and `cache_control` on the placement
+of requests.
+"""
 
 import asyncio
 import json

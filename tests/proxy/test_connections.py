@@ -1,7 +1,7 @@
 """Clients that are silent, slow, do not read, or disconnect, and limits of HTTP.
 
 Such clients must occupy only bounded resources of the proxy and its servers. Further
-tests check the limits of what clients may send, and versions of HTTP besides 1.1.
+tests check the limits of what clients may send, and versions of HTTP other than 1.1.
 """
 
 import asyncio
@@ -86,8 +86,8 @@ async def test_neither_idle_nor_active_connections_are_closed():
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(len(b'{"text": "onetwo"}'))
             silent, other = await connect(rig)
-            # The connection of `reader`, which had a request, is idle for the same
-            # time.
+            # The connection of `reader` has been idle for the same time. It must stay
+            # open, because it has had a request.
             assert await silent.read() == b""
             other.close()
         writer.close()

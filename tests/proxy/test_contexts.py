@@ -107,7 +107,7 @@ MANY_CHOICES = (P, None, 64)
             [..., 4, 0],
             None,
         ),
-        # Requests with many choices go to servers that allow as many.
+        # A request with many choices goes to servers that allow this number of choices.
         (
             [FEW_CHOICES, (P, None, 5)],
             [(D, None, 4), (D, None, 64)],
@@ -199,7 +199,8 @@ async def test_body_too_large_for_prefill_servers_goes_to_a_decode_server_only(l
         rig.decode[0].behave = refuses
         assert (await rig.complete(**limits)).status_code == 413
     async with Rig([Fake(refuses)], [Fake(decodes, ready=False)]) as rig:
-        # A scoring request needs a prefill server, so no server is left.
+        # A scoring request needs only a prefill server. The only one refuses the
+        # request, and the decode server is not ready.
         assert (await rig.complete(max_tokens=0)).status_code == 413
 
 

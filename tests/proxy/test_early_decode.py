@@ -135,7 +135,7 @@ async def test_refused_offer_is_followed_by_the_prefill_servers_params(
     refusal, cooldown_s, monkeypatch
 ):
     """A server that rejected a signature gets no offers until a cooldown has passed or
-    it has restarted.
+    the server has restarted.
     """
     monkeypatch.setattr(upstreams, "TRUST_COOLDOWN_S", cooldown_s)
 
@@ -221,7 +221,7 @@ def decode_servers_sharing_outcomes(*outcomes: Behave) -> list[Fake]:
     [
         # The second server gets the same offer.
         ([drops, decodes], 3, [1, 1], "onetwo"),
-        # The limit of servers is reached.
+        # The limit on the number of servers is reached.
         ([drops, drops], 1, [1, 1], "decode_server_lost"),
         ([drops], 0, [1], "decode_server_lost"),
         ([fails(502, "x"), decodes], 3, [1, 0], "onetwo"),

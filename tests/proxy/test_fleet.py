@@ -219,7 +219,7 @@ def test_usable_servers_get_equal_shares(num_servers, data):
 
 
 def test_choice_is_among_untried_servers_of_one_kind():
-    # One URL may be that of a prefill and of a decode server.
+    # The same URL may be listed as a prefill server and as a decode server.
     fleet = fleet_of("ab", "a")
     p1, p2 = fleet.by_kind[Kind.PREFILL]
     (d1,) = fleet.by_kind[Kind.DECODE]

@@ -63,7 +63,9 @@ async def test_headers_are_forwarded_in_both_directions():
 
 
 async def test_white_space_around_header_values_is_not_forwarded():
-    """Such space is not part of a value. Some clients without a key send `Bearer `."""
+    """White space around a header's value is not part of the value. Some clients
+    without a key send `Bearer `.
+    """
     async with Rig() as rig:
         reader, writer = await asyncio.open_connection(*rig.listener.getsockname())
         writer.write(
@@ -94,7 +96,7 @@ async def test_both_servers_get_the_same_id_and_seed_from_the_proxy(members):
 
 
 async def test_long_headers_of_a_client_do_not_make_servers_look_lost():
-    """A header that is not UTF-8 is sent with twice as many bytes."""
+    """The proxy forwards a header that is not UTF-8 with twice as many bytes."""
     traces = {"traceparent": b"\xe9" * 20_000, "tracestate": b"a" * 20_000}
     async with Rig() as rig:
         answer = await rig.complete(headers={"x-request-id": b"\xe9" * 4096})

@@ -214,9 +214,9 @@ async def test_kv_is_released_when_clients_leave_a_decode_server_that_hangs(
 ):
     """A suspended decode server cannot release the KV itself, so the proxy does.
 
-    The proxy closes the connection to the decode server first, so that a server that
-    still runs notices the end of the request before its lease ends. Servers that
-    refused the request before do not release the KV either.
+    The proxy closes the connection to the decode server first. So a decode server that
+    still runs sees the end of the request before the lease of the KV ends. The same
+    must hold if another decode server has refused the request before.
     """
     has_begun = asyncio.Event()
     prefill = Fake(prefills)

@@ -1,4 +1,6 @@
-"""A pull hint names the peer that has more of a prompt's KV than the server."""
+"""A pull hint names a peer that has more of a prompt's KV than the server that gets the
+hint.
+"""
 
 import json
 import time
@@ -87,7 +89,7 @@ class Fleet:
 
 def test_hint_names_the_server_with_the_longest_cached_prefix():
     fleet = Fleet()
-    # The decode server has more cached than p: it also has the answer.
+    # Decode server d has more cached than p, because d also has KV of the answer.
     assert fleet.hinted_engine(fleet.p) == "engine decode0"
     assert (
         fleet.hinted_engine(fleet.q) == fleet.hinted_engine(fleet.e) == "engine decode0"
@@ -95,7 +97,7 @@ def test_hint_names_the_server_with_the_longest_cached_prefix():
     assert fleet.hinted_engine(fleet.d) is None, "a hint although no server has more"
     assert fleet.hinted_engine(fleet.p, TURN_1) is None
     branch = [{**TURN_1[0], "content": TURN_1[0]["content"] + "and more"}, *TURN_2[1:]]
-    # The cached answer is useless after a changed question.
+    # If the question differs, the cached KV of the answer cannot be used.
     assert fleet.hinted_engine(fleet.p, branch) is None
     assert fleet.hinted_engine(fleet.q, branch) in ("engine prefill0", "engine decode0")
     assert fleet.hinted_engine(fleet.q, [{"content": "new"}]) is None

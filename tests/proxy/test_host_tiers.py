@@ -1,6 +1,6 @@
 """Placement of sessions whose KV is in the KV store of a host.
 
-Servers a1 and a2 use the store of host A, servers b1 and b2 that of host B.
+Servers a1 and a2 use the store of host A. Servers b1 and b2 use the store of host B.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ PREFILL = {"computes": True, "generates": False}
 DECODE_ONLY = {"computes": True, "generates": True}
 GPU_TOKENS = 12_000
 STORE_TOKENS = 60_000
-SESSION_BYTES = 40_000  # 10,000 tokens, so a GPU has one session and a store six
+SESSION_BYTES = 40_000  # 10,000 tokens, so a GPU holds one session and a store six
 
 
 def store(name: str, **changes: Any) -> HostTierReport:
-    """Return the report of a server of a store."""
+    """Return a server's report about the store that it uses."""
     report = HostTierReport(
         store=name, num_tokens=STORE_TOKENS, start_s=0.005, token_s=1e-6
     )
@@ -66,7 +66,9 @@ def evict(tracker: LoadTracker, *servers: str) -> None:
 def choose(
     tracker: LoadTracker, profile: RequestProfile, servers: Sequence[str] = SERVERS
 ) -> str:
-    """Return the server for a prompt, which is the same with and without its answer."""
+    """Return the chosen server for a prompt. It must be the same for a prefill leg and
+    for a decode-only request.
+    """
     chosen = {
         tracker.choose_server(servers, profile, **leg) for leg in (PREFILL, DECODE_ONLY)
     }
@@ -76,7 +78,7 @@ def choose(
 
 def test_evicted_session_goes_to_a_server_of_its_host(tracker):
     compute(tracker, "a1", session("x"))
-    assert choose(tracker, session("x")) == "a1"  # it is in the GPU's cache
+    assert choose(tracker, session("x")) == "a1"  # a1's GPU has it in its cache
     evict(tracker, "a1")
     assert choose(tracker, session("x")) in ("a1", "a2")
     assert choose(tracker, session("x"), ("b1", "b2", "a2")) == "a2"
@@ -129,7 +131,8 @@ def test_restarted_server_still_gets_the_sessions_of_its_host(tracker):
     compute(tracker, "a1", session("x"))
     tracker.forget_cache("a1")
     assert choose(tracker, session("x"), ("b1", "a1")) == "a1"
-    # Its first reports come before it has opened its region of the store.
+    # A restarted server's first reports name no store, because the server has not
+    # opened its region yet.
     for server in ("a1", "a2"):
         report(tracker, server, None)
     assert choose(tracker, session("x")) == "b1"
@@ -155,7 +158,7 @@ def test_sessions_beyond_the_capacity_of_a_store_are_forgotten(tracker):
         compute(tracker, f"a{index % 2 + 1}", session(name))
     evict(tracker, "a1", "a2")
     on_host = [choose(tracker, session(name))[0] for name in names]
-    assert on_host == ["b"] * 4 + ["a"] * 4  # two others are those of `evict`
+    assert on_host == ["b"] * 4 + ["a"] * 4  # the store also has two of `evict`
 
 
 def test_prompt_without_an_answer_is_not_in_the_store(tracker):
@@ -205,7 +208,9 @@ def test_reports_without_a_usable_store_are_accepted(tier):
 
 
 async def test_proxy_sends_a_session_to_the_host_that_its_server_reported():
-    """A prefill server of host A is restarted, so only the store has the session."""
+    """Both prefill servers of host A are restarted, so only the store of host A has the
+    session.
+    """
     totals = dict.fromkeys(ENGINE_TOTALS, 0)
     fakes = [
         Fake(prefills, details={**totals, "host_tier": msgspec.to_builtins(tier)})

@@ -71,7 +71,8 @@ async def test_idle_connections_take_little_memory(connections):
     async with proxied() as proxy:
         memory_before = proxy.memory_bytes
         async with connected(proxy.port, connections) as opened:
-            # Send a request on each, because connections that had one take more memory.
+            # Send a request on each connection, because a connection that has had a
+            # request takes more memory.
             for reader, writer in opened:
                 writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 await reader.readuntil(b'{"status":"ok"}')

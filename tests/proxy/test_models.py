@@ -124,7 +124,7 @@ async def test_only_servers_with_compatible_kv_are_paired(prefill, decode, pairs
 
 
 def _positions(fakes: list[Fake], request_id: str) -> list[int]:
-    """Return the indices of the fakes that got this request last."""
+    """Return the indices of the fakes whose last request was this one."""
     return [
         index
         for index, fake in enumerate(fakes)

@@ -1,4 +1,4 @@
-"""Requests wait for a decode server that is restarted, within their limits."""
+"""Requests wait for a decode server that is being restarted, up to a time limit."""
 
 import asyncio
 from typing import Any

@@ -28,8 +28,8 @@ SERVERS = ("a", "b", "c")
 
 
 def profile_text(num_bytes: int, letter: bytes = b"x") -> RequestProfile:
-    """Return the profile of a request: `num_bytes` times this letter, up to 9 output
-    tokens.
+    """Return the profile of a request whose prompt is `num_bytes` times this letter. It
+    generates up to 9 tokens.
     """
     return profile_prompt(b"", letter * num_bytes, 9)
 
@@ -221,7 +221,7 @@ def test_speed_of_a_server_follows_from_its_step_counters():
     rng = random.Random(1)
     totals = StepTotals()
     one_stream_s = 0.012 / (1 + 8 / 96)
-    for _ in range(60):  # steps have up to 100 prompt tokens, besides streams
+    for _ in range(60):  # a step has up to 100 prompt tokens, and tokens of streams
         tokens = rng.randrange(100)
         # The number of streams changes between two reports.
         streams = rng.choice([2, 14])

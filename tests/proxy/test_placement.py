@@ -1,5 +1,5 @@
-"""Placement: any load estimates lead to a usable server, sensible ones to the
-cheapest.
+"""Placement: any load estimates lead to usable servers, and sensible estimates lead to
+the cheapest servers.
 """
 
 import math
@@ -99,7 +99,7 @@ def decoding(streams: int, step_s: float = 0.005, index: int = 1) -> ServerLoad:
             {},
             (None, 2),
         ),
-        # A decode server gets prompts as long as its streams leave it time for them.
+        # A decode server gets prompts only while its streams leave it time for prompts.
         (128, [queued(24_000)], [decoding(64, step_s=0.004)], {}, (None, 1)),
         (128, [queued(24_000)], [decoding(64, step_s=0.024)], {}, (0, 1)),
     ],
@@ -157,10 +157,10 @@ def test_idle_prefill_server_computes_a_prefix_that_only_busy_decode_servers_hav
 
 @pytest.mark.parametrize(("num_prompts", "prefill"), [(0, 0), (1, None)])
 def test_prefill_counts_twice_on_a_server_with_other_prompts(num_prompts, prefill):
-    """The last prompt of the prefill server will end at once, so there is no wait.
+    """The prefill server is about to finish its prompts, so a new prompt need not wait.
 
-    Two streams of the decode server would lose less than the prompts that arrive at the
-    prefill server while it computes this prompt.
+    On a prefill server with other prompts, the new prompt would delay prompts that
+    arrive later. That costs more than delaying two streams of the decode server.
     """
     server = ServerLoad(0, num_prompts=num_prompts, free_at=0.0)
     placement = choose(RequestProfile(8192), [server], [decoding(2)])

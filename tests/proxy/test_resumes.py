@@ -54,8 +54,8 @@ def _json(value: Any) -> bytes:
 
 
 def _num_received(call: Call) -> int:
-    """Return how many events the client had received before this request for the
-    rest.
+    """Return the number of events that the client had received before this request,
+    which asks for the rest.
     """
     texts = call.body.get(MEMBER, {"texts": [None]})["texts"]
     return len(texts) - 1

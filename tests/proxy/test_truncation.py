@@ -106,8 +106,8 @@ def test_profile_of_a_truncated_prompt_is_bounded_by_the_limit():
 
 
 def test_truncated_prompt_shares_no_blocks_with_its_text():
-    """A prompt loses its beginning, so its blocks differ from those of the full
-    text.
+    """A truncated prompt lacks its beginning, so its blocks differ from those of the
+    full text.
     """
     text = "x" * 40_000
     assert profile_of(prompt=text).hashes

@@ -115,7 +115,8 @@ async def test_rates_are_computed_from_the_history_when_a_page_is_opened():
             const newest = m.derive(at(111, 42), [past, later], 25);
             const lost = m.derive(at(200, 42), [past, later, newest], 25);
             return [past, later, newest, lost].map((point) => point.ended[0])"""
-        # The window of the newest point reaches back 5 s at least: 42 in 11 s.
+        # The window of a rate is at least 5 s long. So the window of the newest point
+        # begins at the first point: 42 requests in 11 s.
         rates = await call(page, "charts.js", expression)
         assert rates == [None, 4, 42 / 11, None]
 

@@ -229,7 +229,7 @@ async def test_lack_of_descriptors_is_not_a_failure_of_the_server():
 
 
 async def test_delay_of_the_event_loop_makes_no_server_unreachable():
-    """The delay comes from a thousand requests that arrive at once."""
+    """For example, a thousand requests that arrive at once delay the event loop."""
     script = Script(OK)
     async with serving(script, connect_timeout_s=0.1) as client:
         request = asyncio.create_task(post(client, script))
@@ -291,7 +291,7 @@ async def test_data_before_the_break_of_a_body_is_read():
     script = Script(answer)
     async with serving(script) as client:
         response = await client.send(script.url, "GET", "/")
-        # The test reads late, like a slow client: the connection has ended before that.
+        # Like a slow client, the test reads only after the connection has ended.
         while response._response.content.exception() is None:
             await asyncio.sleep(0)
         assert await response.next_chunk() == b"all of it"

@@ -1,4 +1,4 @@
-"""Requests in the form in which Claude Code sends them, written by hand."""
+"""Hand-written requests in the form in which Claude Code sends them."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ def agent_request(name: str, **members: Any) -> dict[str, Any]:
 
     Args:
         name: first_turn, second_turn, count_tokens, title or quota.
-        members: added to the body, and override it.
+        members: further members of the body. They override those of the stored request.
     """
     body: dict[str, Any] = copy.deepcopy(_REQUESTS[name])
     return {**body, **members}

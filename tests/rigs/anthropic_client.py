@@ -6,10 +6,10 @@ from tests.rigs.http_server import Server
 
 
 def client_of(server: Server, **credentials: Any) -> Any:
-    """Return a client. It loads no certificates, which would take a while.
+    """Return a client that loads no TLS certificates, because loading takes a while.
 
-    The modules are imported here. At the top of a file, the import would take 2 s in
-    every process that collects tests.
+    This function imports `anthropic` and `httpx2`. At the top of a file, their import
+    would take 2 s in every process that collects tests.
     """
     import anthropic
     import httpx2

@@ -1,4 +1,6 @@
-"""Invariants of a request's choices between two rounds of an engine core."""
+"""Checks the invariants of a request's choices that hold between two rounds of an
+engine core.
+"""
 
 from engine.core.core import EngineCore
 from engine.core.sequence import Phase, Sequence

@@ -18,8 +18,10 @@ class Clock:
         return (self._stopped_at_s or time.monotonic()) + self._skipped_s
 
     def set_stopped(self, is_stopped: bool) -> None:
-        """Stop the clock, or let it continue. No time limit ends while the clock is
-        stopped.
+        """Stop the clock, or let it continue.
+
+        No time limit ends while the clock is stopped. When it continues, it jumps ahead
+        by the time for which it was stopped.
         """
         self._stopped_at_s = time.monotonic() if is_stopped else None
 

@@ -1,5 +1,5 @@
-"""Real servers as processes, for end-to-end tests. They end with the test, even if it
-fails.
+"""Real servers as processes, for end-to-end tests. The processes end with the test,
+even if the test fails.
 """
 
 import contextlib
@@ -39,9 +39,7 @@ class Server:
         return f"http://{self.host}:{self.port}"
 
     def kill(self) -> None:
-        """Send SIGKILL to the program. Its engine processes notice this and end by
-        themselves.
-        """
+        """Send SIGKILL to the program. Its engine processes detect this and exit."""
         self.child.signal(signal.SIGKILL)
         assert self.child.exited.wait(30)
 
@@ -76,8 +74,9 @@ class Server:
         return self.child.process.returncode
 
     def metrics(self) -> dict[str, float]:
-        """Return the values of /metrics. A key is a name with its labels, as written
-        there, but without the label model_name, which all metrics of a server have.
+        """Return the values of /metrics by name and labels, as written in /metrics.
+
+        The label model_name, which all metrics of a server have, is removed.
         """
         text = without_model(http.get(f"{self.url}/metrics", timeout=10).text)
         samples = (

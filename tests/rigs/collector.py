@@ -14,7 +14,7 @@ class Collector:
     """Receives spans by OTLP over HTTP, in a thread.
 
     Attributes:
-        spans: The spans that have arrived, each with its service's name.
+        spans: (service name, span) for each span that has arrived.
     """
 
     def __init__(self) -> None:

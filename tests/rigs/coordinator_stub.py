@@ -1,4 +1,4 @@
-"""A stand-in for the coordinator, at its end of the link to a transfer worker."""
+"""A stand-in for the pull coordinator, linked to one transfer worker."""
 
 import selectors
 import socket
@@ -15,7 +15,7 @@ class CoordinatorStub:
     Attributes:
         worker_end: the socket for the worker.
         reports: received reports about pulls that `report` has not returned yet.
-        prepared: the reports that peers are prepared.
+        prepared: received reports that a peer is prepared.
     """
 
     def __init__(self) -> None:

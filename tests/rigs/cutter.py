@@ -1,5 +1,5 @@
-"""A TCP relay in front of a decode server, which stops a request at a token of its
-stream.
+"""A TCP relay in front of a decode server. It can stop a request at a given token of
+the request's stream.
 
 The relay passes on all bytes before the frame with that token. It passes on the frame
 itself only if `Hold.loses_bytes` is false.
@@ -48,8 +48,10 @@ class Hold:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stop_here(self, num_tokens: int) -> bool:
-        """Stop the caller here if `num_tokens` is beyond `after` and no caller was
-        stopped before. Return whether the caller was stopped.
+        """Block the caller until `go` is set, if `num_tokens` exceeds `after` and no
+        caller was blocked before.
+
+        Return True if the caller was blocked and `go` was set within HOLD_S.
         """
         with self._lock:
             if self.reached.is_set() or num_tokens <= self.after:
@@ -58,7 +60,8 @@ class Hold:
         return self.go.wait(HOLD_S)
 
 
-# A list with the hold of a connection's latest request, or empty if it has none.
+# A list with the hold of a connection's latest request. It is empty if that request has
+# no hold.
 _Holds = list[Hold]
 
 
@@ -88,7 +91,7 @@ class Cutter:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """End all connections, and each new one, until `mend`."""
+        """Close all connections. Until `mend`, also close each new one at once."""
         self._is_cut = True
         self._hang_up()
 
@@ -171,7 +174,7 @@ class Cutter:
     def _pass_answers(
         self, server_socket: socket.socket, client_socket: socket.socket, holds: _Holds
     ) -> None:
-        """Pass on answers, and stop each at the frame that its hold names."""
+        """Pass on answers, and stop each at the frame that its hold specifies."""
         num_tokens = 0
         unparsed = b""  # the data after the last complete frame
         is_lost = False

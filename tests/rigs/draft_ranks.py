@@ -1,7 +1,7 @@
 """Ranks of a real model with a draft model, each in a thread.
 
-Rank 0 sends its steps over the links that engines use, and the other ranks run them as
-in separate processes.
+Rank 0 sends its steps over the links that engines use. The other ranks receive and run
+the steps as they would in separate processes.
 """
 
 import socket
@@ -68,7 +68,8 @@ def draft_ranks(
     """Start `size` ranks with pools of `num_blocks` blocks.
 
     Args:
-        draft_folder: the draft model; None: the drafter that `speculate` names.
+        draft_folder: folder of the draft model. If it is None, the ranks use the
+            drafter that the option `speculate` names.
         options: further options of EngineConfig.
     """
     with ExitStack() as stack:
@@ -104,7 +105,7 @@ def draft_ranks(
                 RankExecutor(runners[0], links), [draft for _, draft in ranks], runners
             )
         except Exception:
-            # The error of another rank is the cause.
+            # If another rank has failed, raise its error, because it is the cause.
             for future in running:
                 if future.done():
                     future.result()
@@ -120,7 +121,7 @@ def draft_ranks(
 
 
 class LoneModel:
-    """A model alone, which computes each context as one prompt."""
+    """A model without an engine or drafter. It computes each context as one prompt."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         config = make_config(model_dir=str(folder), role="decode", **options)

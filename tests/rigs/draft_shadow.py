@@ -1,5 +1,7 @@
-"""A shadow of a draft model: its KV pool holds tokens, so wrong draft KV shows in the
-proposals."""
+"""A shadow of a draft model, like the shadow of a model in tests/rigs/shadow.py.
+
+Its KV pool holds token ids, so wrong draft KV leads to wrong proposals.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,8 +13,10 @@ from tests.rigs.shadow import VOCAB, ShadowExecutor, next_token
 
 
 def draft_token(context: Sequence[int], choice: int = 0) -> int:
-    """Return the token that the draft model draws after a context. It is the token of
-    the engine's shadow in two of three cases."""
+    """Return the token that the draft model draws after a context.
+
+    In two of three cases, the shadow of the engine's model draws the same token.
+    """
     token = next_token(context, choice)
     return token if sum(context) % 3 else (token + 1) % VOCAB
 
@@ -29,7 +33,7 @@ class DraftShadowExecutor(ShadowExecutor):
     """Executes steps of the draft model.
 
     Attributes:
-        num_launches_left: after so many launches, all launches fail.
+        num_launches_left: number of launches that succeed. All later launches fail.
     """
 
     num_launches_left = 1 << 30
@@ -64,8 +68,8 @@ def make_drafter(
     """Return a drafter with a shadow model, and the executor of its steps.
 
     Args:
-        block_size: tokens of a block of the engine's block tables.
-        changes: further limits.
+        block_size: number of tokens in a block of the engine's block tables.
+        changes: `vocab_size` and `target_vocab_size`, if they differ from VOCAB.
     """
     sizes = DraftPoolSizes.make(
         num_blocks=num_blocks,

@@ -1,4 +1,4 @@
-"""Drafters for tests, which are right as often as the test wants."""
+"""Drafters for tests. A test chooses how often they are right, or lets them fail."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -11,7 +11,11 @@ NextToken = Callable[[EngineSequence, list[int]], int]
 
 
 def shadow_token(sequence: EngineSequence, tokens: list[int]) -> int:
-    """Return the token that the shadow draws for a choice after `tokens`."""
+    """Return the token that the shadow (tests/rigs/shadow.py) draws after `tokens`.
+
+    Args:
+        sequence: the choice for which the token is drawn.
+    """
     request = sequence.request
     num_outputs = len(tokens) - sequence.num_prompt_tokens
     is_banned = num_outputs < request.sampling.min_tokens
@@ -20,10 +24,10 @@ def shadow_token(sequence: EngineSequence, tokens: list[int]) -> int:
 
 
 class RandomDrafter:
-    """Proposes a random number of tokens, each of which is right with a probability.
+    """A drafter that proposes a random number of tokens, right or wrong at random.
 
     Args:
-        share_right: the probability.
+        share_right: the probability that a proposed token is right.
         next_token: returns the right token.
     """
 
@@ -64,7 +68,7 @@ class RandomDrafter:
 
 
 class VerifyEverything(SpeculationPolicy):
-    """Lets steps verify all proposals, whatever that costs."""
+    """A policy that lets steps verify all proposals, regardless of the cost."""
 
     def may_propose(
         self, rates: Sequence[float], max_lengths: Sequence[int], num_streams: int
@@ -78,7 +82,7 @@ class VerifyEverything(SpeculationPolicy):
 
 
 class FailingDrafter:
-    """Raises at every call."""
+    """A drafter that raises an error at every call."""
 
     name = "failing"
     uses_device = False

@@ -16,8 +16,8 @@ REQUESTS: Final[list[dict[str, Any]]] = [
 def answers(
     url: str, options: dict[str, Any], max_tokens: int
 ) -> tuple[list[str], int, int]:
-    """Return the texts of an answer, and how many proposals were accepted and
-    rejected.
+    """Send a request. Return the texts of its answer, and the numbers of proposals that
+    were accepted and rejected.
 
     Args:
         options: one of REQUESTS.

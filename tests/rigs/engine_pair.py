@@ -1,7 +1,7 @@
 """A prefill and a decode engine in one process. `RealPair` runs a real model on both.
 
-Tests make parts of them fail. The output of a request must be the continuation of its
-prompt in any case.
+Tests make parts of the engines fail. Even then, the output of a request must be the
+continuation of its prompt.
 """
 
 import random
@@ -102,7 +102,7 @@ class Pair(Group):
         self._ports.close()
 
     def prefill(self, prompt: Sequence[int], **members: Any) -> dict[str, Any]:
-        """Run the prompt on P. Return its kv_transfer_params."""
+        """Run the prompt on P. Return the kv_transfer_params of the answer."""
         name = self.begin(self.p, prompt, 1, retain_kv=True, **members)
         self.until(lambda: bool(self.p.out.terminals(name)))
         params = self.p.out.terminals(name)[0].kv_transfer_params
@@ -196,7 +196,7 @@ class Pair(Group):
         return self.end_of(self.d, name)
 
     def wait_for_failure(self, name: str, code: str) -> str:
-        """Return the message of the error that ended a request on D, which must have
+        """Return the message of the error that ends a request on D. The error must have
         this code.
         """
         error = self.terminal_delta(name).error
@@ -243,7 +243,7 @@ class RealPair(Pair):
         out = MemoryTransport()
         self.d.out = out
         self.d.core.transport = out
-        name = f"d{next(_names)}"  # the name of a pull must not repeat
+        name = f"d{next(_names)}"  # names of pulls must be unique
         self.d.core.round([replace(request, request_id=name)])
         self.until(lambda: len(out.terminals(name)) == request.num_choices)
         assert all(end.error is None for end in out.terminals(name))

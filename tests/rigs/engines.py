@@ -70,8 +70,8 @@ def make_config(**changes: Any) -> EngineConfig:
 
 
 def min_num_blocks(groups: KVGroups, step: int, size: int, max_len: int) -> int:
-    """Return the minimum number of blocks of an engine for sequences of `max_len`
-    tokens.
+    """Return the minimum number of blocks with which an engine can run sequences of
+    `max_len` tokens.
 
     Args:
         step: maximum number of tokens in a step.
@@ -88,8 +88,8 @@ def min_num_blocks(groups: KVGroups, step: int, size: int, max_len: int) -> int:
 class Movers:
     """The agents and placers that move bytes to the ranks of an engine.
 
-    Agents and placers stall and fail on command. If there are several ranks, `stall`
-    and `fail` choose some of the ranks at random.
+    Agents and placers stall and fail on command. `stall` chooses one or more agents at
+    random, and `fail` chooses one. Both affect all placers.
     """
 
     agents: list[MemoryAgent]
@@ -127,13 +127,13 @@ class Engine:
         compat: compatibility record of the engine's KV, which also determines the
             shapes of its pools.
         dcp: number of ranks, which share the tokens of sequences.
-        coordinator_dcp: the value of `dcp` that the pull coordinator gets, if it
-            differs from `dcp`.
+        coordinator_dcp: the value of `dcp` for the pull coordinator, if it differs from
+            the engine's `dcp`.
         convert: whether the engine accepts KV with a dtype different from its own.
         launch_bytes: if set, the engine copies from the mapped memory of peers, at most
             this many bytes in a launch. Otherwise it reads with the agents.
         store_link: a link to a store (tests/rigs/stores.py); None: there is no store.
-        rng: source of the random choice of ranks that stall and fail.
+        rng: source of the random choice of agents that stall and fail.
         lease_clock, port: clock and port of the engine's lease server.
         limits: arguments of `make_core`.
     """
@@ -274,7 +274,7 @@ class Engine:
         return KVPool(layout)
 
     def make_draft_ranks(self) -> list[DraftRank]:
-        """Return the KV of a drafter by rank; empty if there is none."""
+        """Return the drafter's KV of each rank, or [] if there is no drafter."""
         return []
 
     def make_executor(self, stripes: list[Stripe], depth: int) -> Any:
@@ -307,8 +307,8 @@ class Engine:
         return offer.to_remote(0, prompt)
 
     def reference(self, name: str) -> RemotePrefill:
-        """Return the reference in the final delta of a request: its KV, which is now
-        lent.
+        """Return the reference to a finished request's KV, which is now lent. The
+        reference is in the request's terminal delta.
         """
         params = [
             delta.kv_transfer_params

@@ -9,9 +9,10 @@ _REPEATABLE_DIVISOR = 3
 
 def examples(count: int, **options: Any) -> hypothesis.settings:
     """Return Hypothesis settings with `count` examples for `make test-all`, and a third
-    of that for `make test`.
+    as many for `make test`.
 
-    `make test-all` draws new examples each time, `make test` the same ones.
+    `make test-all` draws new examples each time. `make test` always draws the same
+    examples.
     """
     default = hypothesis.settings.default
     if default is not None and default.derandomize:

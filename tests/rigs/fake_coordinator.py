@@ -61,7 +61,7 @@ class FakeCoordinator:
     """Stands in for PullCoordinator.
 
     Args:
-        content: maps a lease's name to the tokens in its blocks.
+        content: maps a lease ID to the tokens in the lease's blocks.
         write: writes a token into a block of D: (block, offset, token).
         state_of: returns the state of a block of D.
     """
@@ -81,7 +81,7 @@ class FakeCoordinator:
         self._state_of = state_of
         self._events: list[Event] = []
         self._pulls: dict[str, _Pull] = {}
-        # A key is an ended pull; the value is whether it ended with PullDrained.
+        # Maps the id of each ended pull to whether it ended with PullDrained.
         self._ended: dict[str, bool] = {}
         self._ready: set[str] = set()
         self._awaited: set[tuple[str, str]] = set()
@@ -125,7 +125,7 @@ class FakeCoordinator:
         self.hold(pull_id, remote)
         pull = self._pulls.get(pull_id)
         if pull is None:
-            return  # the pull lost its lease; the engine has not got that event yet
+            return  # the pull lost its lease; the engine has yet to receive that event
         assert not pull.is_begun, "the pull was ordered twice"
         pull.is_begun = True
         pull.blocks = list(local_block_ids)

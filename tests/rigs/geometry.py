@@ -1,6 +1,6 @@
 """Random pairs of KV geometries, and the expected transfers, computed by brute force.
 
-Every element of P's KV has a unique value, so that a test notices if one is misplaced.
+Every element of P's KV has a unique value, so that a test detects misplaced elements.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tests.rigs.memory_agent import MemoryAgent
 
 ORDERS = ["".join(axes) + "D" for axes in permutations("BHLCN")]
 COSTS = DEFAULT_COSTS["cpu"]
-STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # direct READs cost too much
+STAGE_ALL = CostModel(1e-3, 1e12, 1e15)  # makes direct READs too expensive
 GARBAGE = -7.0
 NUMPY = {"float32": np.float32, "float16": np.float16}
 
@@ -134,11 +134,11 @@ def codes(case: Case, heads: range, tokens: np.ndarray) -> np.ndarray:
     """Return the values of P's KV: a different number for each [head, layer, component,
     token, dim].
 
-    In 16 bits, not all numbers can be different. They then repeat, with a period that
-    differs from each stride.
+    A 16-bit dtype cannot represent so many different numbers. With such a dtype, the
+    numbers repeat, with a period that differs from every stride of the array.
 
     Args:
-        heads: heads of the model.
+        heads: range of heads, numbered as in the model.
     """
     shape = (case.heads, case.layers, case.components, case.stop, case.head_dim)
     assert np.prod(shape) < 2**24
@@ -201,8 +201,8 @@ def owner_of(case: Case, d_rank: int, head: int, tokens: np.ndarray) -> np.ndarr
 
 
 def rest_of_block(case: Case, d_rank: int) -> np.ndarray:
-    """Return the tokens after the rank's last token that are in the same block as the
-    last token on both P and D.
+    """Return the tokens after the rank's last token, up to the end of the last token's
+    block on P or on D, whichever comes first.
     """
     stored = case.d.stored_tokens(d_rank, np.arange(case.stop))
     block_sizes = (case.p.block_size, case.d.block_size)
@@ -243,8 +243,10 @@ def fewest_descriptors(case: Case, d_rank: int, tokens: np.ndarray) -> int:
 
 @st.composite
 def block_tables(draw, block_size: int, tokens: int) -> tuple[tuple[int, ...], int]:
-    """Draw a scattered, ascending or mixed table, in a pool that may have spare
-    blocks.
+    """Draw a block table and the number of blocks of its pool.
+
+    The block ids of the table are scattered, ascending or mixed. The pool may have
+    spare blocks.
     """
     needed = -(-tokens // block_size)
     num_blocks = needed + draw(st.integers(0, 3))
@@ -271,7 +273,8 @@ def sides(draw, tokens: int) -> Side:
 def shared_sides(draw, p: Side, tokens: int) -> Side:
     """Draw a side with ranks that share tokens.
 
-    Where a block of such a rank begins, a block of P begins too, as DCP requires.
+    As DCP requires, each block of such a rank begins at a token where a block of P
+    begins.
     """
     max_factor = min(3, MAX_BLOCK_SIZE_TOKENS // p.block_size)
     dcp = draw(st.integers(2, 4))
@@ -357,7 +360,7 @@ def check_plan(case: Case, d_rank: int, plan: TransferPlan, place: Any = place) 
 
 
 def staging_for(case: Case, blocks: int) -> int:
-    """Return the bytes of staging memory that hold `blocks` blocks of any slot."""
+    """Return enough staging bytes for `blocks` blocks of any slot."""
     sizes = (case.layout(case.p, rank).block_bytes for rank in range(case.p.tp))
     return blocks * (max(sizes) + 64) * 2 * case.p.tp
 

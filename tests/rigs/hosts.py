@@ -1,8 +1,8 @@
 """Several hosts on one machine, as Linux namespaces.
 
-Hosts share only the kernel and the files, but no network, processes, IPC or shared
-memory. So a server cannot map the memory of a server on another host. Root and iproute2
-are required.
+Hosts share the kernel and the files, but no network, processes, IPC or shared memory.
+So a server cannot map the memory of a server on another host. Root and iproute2 are
+required.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class Hosts:
         self._connect(name, next(self._numbers))
 
     def remove(self, name: str) -> None:
-        """Remove a host. Its network ends with the last process that uses it."""
+        """Remove a host. The host's network exists until its last process ends."""
         holder = self._holders.pop(name)
         holder.kill()
         holder.wait()
@@ -111,8 +111,9 @@ class Hosts:
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Move the calling thread, and threads that it starts, into a host's
-        network.
+        """Move the calling thread into a host's network until the block ends.
+
+        Threads and processes that the thread starts in the block inherit this network.
         """
         network = f"/proc/{self._holders[name].pid}/ns/net"
         with open("/proc/self/ns/net") as outside, open(network) as inside:

@@ -85,7 +85,9 @@ async def send_request(client: socket.socket, **fields: Any) -> None:
 
 
 class Running:
-    """A server that already runs, wrapped for rigs that start and stop servers."""
+    """A server that already runs, for rigs that start and stop their servers. `start`
+    and `stop` do nothing.
+    """
 
     def __init__(self, url: object) -> None:
         self.url = str(url).rstrip("/")

@@ -1,10 +1,10 @@
 """The real image of deploy/Dockerfile, built without a daemon and without a registry.
 
-buildah builds the image in chroots. Its layers are cached, so that only the first build
-takes minutes, and a build after a change of Baton's code takes seconds. The FROM of the
-Dockerfile needs a registry, so it is replaced by a base that debootstrap makes of
-Debian's packages. Nothing else of the Dockerfile is changed, except the build argument
-TORCH_INDEX.
+buildah builds the image in chroots, and caches its layers. So only the first build
+takes minutes, and a build after a change of Baton's code takes seconds. The base image
+in the FROM line of the Dockerfile needs a registry. It is replaced by a base image that
+debootstrap makes from Debian packages. Apart from that and the build argument
+TORCH_INDEX, the Dockerfile is used unchanged.
 """
 
 import contextlib
@@ -105,15 +105,15 @@ def _run(*argv: str, check: bool = True) -> str:
 
 
 def _build() -> str:
-    """Build the image and return its id. Remove images that it replaces."""
+    """Build the image and return its id. Remove the previous image if it differs."""
     if not _buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
         _build_base()
     replaced = _buildah("images", "--quiet", "--no-trunc", _TAG, check=False)
     pip = _pip_settings()
     argv = ["bud", "--isolation", "chroot", "--format", "docker", "--layers"]
     argv += ["--from", _BASE, "--tag", _TAG]
-    # The Makefile has the same variable. A machine whose pip finds packages in local
-    # folders finds torch there.
+    # TORCH_INDEX is also a variable of the Makefile. If pip on this machine looks for
+    # packages in local folders, the build gets torch from these folders.
     index = os.environ.get("TORCH_INDEX")
     if links := pip.get("find-links"):
         index = index or pip.get("index-url", "https://pypi.org/simple")
@@ -127,7 +127,8 @@ def _build() -> str:
         _buildah(*argv)
         new_id = image_id.read().strip()
     if replaced and replaced != new_id:
-        # This removes its layers, too, unless the new image or a container needs them.
+        # This also removes the layers of the replaced image, except those that the new
+        # image or a container needs.
         _buildah("rmi", replaced, check=False)
     return new_id
 
@@ -143,13 +144,13 @@ def _build_base() -> None:
             _SUITE,
             str(root),
         )
-        # Like in the base image that the Dockerfile names, pip may install packages
-        # into the system's Python.
+        # Let pip install packages into the system's Python, as in the base image that
+        # the Dockerfile names.
         for marker in root.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
             marker.unlink()
         for archive in root.glob("var/cache/apt/archives/*.deb"):
             archive.unlink()
-        # The base trusts and uses the same package index as this machine.
+        # The base image uses the package index and the CA certificates of this machine.
         if (certificates := Path("/") / _CERTIFICATES).exists():
             shutil.copy(certificates, root / _CERTIFICATES)
         settings = _pip_settings() | {"cert": f"/{_CERTIFICATES}"}
@@ -164,7 +165,9 @@ def _build_base() -> None:
 
 
 def _pip_settings() -> dict[str, str]:
-    """Return where pip finds packages on this machine."""
+    """Return the settings of pip on this machine that determine where it finds
+    packages.
+    """
     names = ("index-url", "find-links", "trusted-host")
     settings = {}
     for line in _run(sys.executable, "-m", "pip", "config", "list").splitlines():

@@ -1,8 +1,9 @@
 """Patches of Triton's interpreter, so that it runs the kernels on the CPU.
 
-The patches add what the interpreter lacks and correct what it does differently from a
-GPU. Triton reads TRITON_INTERPRET when it is first imported. Processes that use this
-module must have TRITON_INTERPRET=1, which `make test-all` sets.
+The patches add operations that the interpreter lacks, and correct operations whose
+results differ from a GPU's. Processes that use this module must have
+TRITON_INTERPRET=1, which `make test-all` sets. Triton reads this variable when it is
+first imported.
 """
 
 import os
@@ -23,8 +24,8 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
-# The interpreter stores these dtypes as integers. A value is the dtype in torch, and
-# the integer dtype in numpy.
+# The dtypes that the interpreter stores as integers. The values are (torch dtype, numpy
+# dtype of the stored integers).
 _STORED_AS_INTEGERS = {
     tl.bfloat16: (torch.bfloat16, np.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
@@ -106,8 +107,8 @@ def _inline_asm(
     """Evaluate the inline assembly of Baton's kernels, which decodes quantized weights
     or prefetches.
 
-    tests/gpu compares the real instructions with the same reference as the tests that
-    run this function.
+    The tests in tests/gpu run the real instructions. They use the same reference as the
+    tests that run this function.
     """
     if "prefetch" in asm:
         nothing = TensorHandle(np.zeros(values[0].data.shape, np.int32), tl.int32)
@@ -160,7 +161,7 @@ def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:
-    if tl.core.is_builtin(tl.core.load):  # patch only once, because it is slow
+    if tl.core.is_builtin(tl.core.load):  # not patched yet; patching is slow
         interpreter._patch_lang(self.fn)
     return self.rewrite()(*args, **named)
 

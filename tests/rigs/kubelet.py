@@ -1,8 +1,8 @@
 """Runs the pods of manifests on this machine, as a kubelet would.
 
-Each pod has a network, processes, mounts and shared memory of its own. Its containers
-run the command, variables, user, probes, preStop and grace period that the manifest
-names. kubernetes_cluster.py decides which pods there are.
+Each pod has its own network, processes, mounts and shared memory. Its containers have
+the command, variables, user, probes, preStop hook and grace period that the manifest
+specifies. kubernetes_cluster.py decides which pods exist.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Node:
 
     Attributes:
         folder: folder for the files of the pods.
-        names_file: the addresses of names, which all pods read.
+        names_file: file that all pods have as /etc/hosts.
         on_change: called when a pod becomes ready, is no longer ready, or ends.
     """
 
@@ -50,7 +50,8 @@ class Pod:
     """One pod, from its creation to the end of its containers.
 
     Args:
-        variables: variables that the pod's controller adds before the manifest's.
+        variables: environment variables that the pod's controller puts before those of
+            the manifest.
 
     Attributes:
         is_ready: whether all readiness probes succeed.
@@ -112,7 +113,7 @@ class Pod:
         self.close()
 
     def close(self) -> None:
-        """End all processes of the pod at once."""
+        """Kill all processes of the pod."""
         self._has_ended.set()
         if self._pause is not None:
             self._pause.kill()  # `--kill-child` ends the pod's other processes
@@ -132,7 +133,7 @@ class Pod:
             raise NotImplementedError("containers with separate process namespaces")
         script = self._folder / "setup.sh"
         script.write_text("\n".join(self._setup_commands()))
-        # The pod ends with this thread, even if the tests are killed.
+        # The kernel kills the pod when this thread ends, even if the tests are killed.
         unshare = "setpriv --pdeathsig KILL unshare --mount --pid --ipc --uts --fork"
         argv = [*unshare.split(), "--kill-child", "sh", "-e", str(script)]
         with self._node.hosts.inside(self.name):
@@ -140,8 +141,11 @@ class Pod:
         wait_until(self._is_set_up, START_TIMEOUT_S)
 
     def _is_set_up(self) -> bool:
-        """Whether the pod's root is its own. That is so once the last command of the
-        script runs, and not before: until `chroot`, the root is that of the host."""
+        """Return True if the pod has its own root directory.
+
+        The last command of the setup script, `chroot ... sleep`, changes the root.
+        Until `sleep` runs, the root is that of the host.
+        """
         assert self._pause is not None
         names = [_name_of(pid) for pid in _children(self._pause.pid)]
         return names == ["sleep"]
@@ -153,7 +157,7 @@ class Pod:
         root.mkdir()
         lines = []
         if files.root is not None:
-            # The layer above the image is only for the folders of mounts.
+            # The writable layer above the image is only needed to create mount points.
             upper = self._folder / "upper"
             work = self._folder / "work"
             lines.append(f"mkdir {upper} {work}")
@@ -181,7 +185,7 @@ class Pod:
 
     def _volume_commands(self, root: Path) -> Iterator[str]:
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
-        # All containers of a pod see the mounts of each.
+        # All containers of a pod share one root, so each of them has all mounts.
         mounts = {
             mount["mountPath"]: mount
             for container in containers_of(self.spec)
@@ -236,7 +240,9 @@ class Pod:
         return [*nsenter, *shlex.split(setpriv), *argv]
 
     def _end(self, container: Manifest, deadline_s: float) -> None:
-        """Run preStop, send SIGTERM, and SIGKILL when the grace period is over."""
+        """Run the preStop hook and send SIGTERM. Send SIGKILL if the container has not
+        ended by `deadline_s`.
+        """
         process = self._processes[container["name"]]
         match container.get("lifecycle", {}).get("preStop"):
             case None:

@@ -1,7 +1,8 @@
 """Manifests as `kubectl kustomize` renders them, and the data that pods get from them.
 
-This is the part of an API server that needs no processes: the objects, the environment
-of a container, and the pods that a service selects. kubelet.py runs the pods.
+This module replaces those parts of Kubernetes that need no processes: the objects, the
+environment of a container, and the selection of a service's pods. kubelet.py runs the
+pods.
 """
 
 import base64
@@ -30,7 +31,7 @@ def render(folder: Path) -> list[Manifest]:
     """Return the manifests of a kustomization.
 
     Raises:
-        AssertionError: kubectl refuses it. The message is kubectl's.
+        AssertionError: kubectl rejects the kustomization. The message is kubectl's.
     """
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)],
@@ -44,7 +45,9 @@ def render(folder: Path) -> list[Manifest]:
 
 
 def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Yield the name and the content of each pod template, of whatever kind."""
+    """Yield the name and the content of each pod template in Deployments and
+    DisaggregatedSets.
+    """
     for manifest in manifests:
         match manifest["kind"]:
             case "Deployment":
@@ -128,7 +131,9 @@ class Objects:
 
 
 def _expand(value: str, env: Mapping[str, str]) -> str:
-    """Replace $(NAME) by the variable's value, if it is defined above."""
+    """Replace each $(NAME) by the value of that variable in `env`. Unknown names
+    remain.
+    """
 
     def replace(match: re.Match[str]) -> str:
         if match[1] == "$":
@@ -139,7 +144,9 @@ def _expand(value: str, env: Mapping[str, str]) -> str:
 
 
 def _service_links(service: Manifest) -> dict[str, str]:
-    """Return the variables that Kubernetes sets for a service unless a pod declines."""
+    """Return the variables that Kubernetes sets for a service in each pod, unless the
+    pod disables `enableServiceLinks`.
+    """
     name = service["metadata"]["name"].upper().replace("-", "_")
     port = service["spec"]["ports"][0]["port"]
     address = "10.96.0.10"

@@ -1,7 +1,7 @@
-"""Deployments, servers of several hosts and services, over pods of kubelet.py.
+"""Deployments, DisaggregatedSets and services, with the pods of kubelet.py.
 
-This plays the controllers of Kubernetes and of LeaderWorkerSet. The names of services
-and leaders resolve to the pods that Kubernetes would return.
+This module replaces the controllers of Kubernetes and of LeaderWorkerSet. The names of
+services and leaders resolve to the same pods as in Kubernetes.
 """
 
 import threading
@@ -32,7 +32,7 @@ class Cluster:
         self._node = Node(
             self.hosts, objects, files, folder, names_file, on_change=self.publish
         )
-        # By the name of a deployment, or of a role of a DisaggregatedSet.
+        # The keys are names of deployments and of roles of a DisaggregatedSet.
         self.pods: dict[str, list[Pod]] = {}
         self.ended_pods: list[Pod] = []
         self._lock = threading.Lock()
@@ -45,22 +45,25 @@ class Cluster:
         self.hosts.close()
 
     def publish(self) -> None:
-        """Write the addresses of the services, which all pods read."""
+        """Write the addresses of services and leaders to the file that all pods have as
+        /etc/hosts.
+        """
         with self._lock:
             lines = ["127.0.0.1 localhost"]
             for service in self.objects.of_kind("Service"):
                 name = service["metadata"]["name"]
                 lines += [f"{address} {name}" for address in self.endpoints(name)]
-            # LeaderWorkerSet gives every leader a name, ready or not.
+            # In LeaderWorkerSet, a leader's name resolves even before it is ready.
             for pods in self.pods.values():
                 lines += [
                     f"{pod.address} {pod.name}.lws" for pod in pods if pod.address
                 ]
-            # The file is mounted in the pods, so it must not be replaced.
+            # The pods have a bind mount of this file, so it is overwritten in place. A
+            # new file at its path would not appear in the pods.
             self._node.names_file.write_text("\n".join(lines) + "\n")
 
     def endpoints(self, service: str) -> list[str]:
-        """Return the addresses of the pods that are behind a service now."""
+        """Return the addresses of the pods to which a service routes now."""
         spec = self.objects.get("Service", service)["spec"]
         is_for_all = spec.get("publishNotReadyAddresses", False)
         return [
@@ -88,7 +91,7 @@ class Cluster:
                 self._wait_until_ready(pod)
 
     def roll(self, name: str) -> None:
-        """Replace the pods of a deployment: surge 1, unavailable 0.
+        """Replace the pods of a deployment, with maxSurge 1 and maxUnavailable 0.
 
         Returns when the old pods have ended.
         """
@@ -104,7 +107,9 @@ class Cluster:
             ending.result()
 
     def evict(self, name: str) -> None:
-        """End a pod of a deployment, as a drain of its node does, and replace it."""
+        """Evict a pod of a deployment, like draining its node does, and replace the
+        pod.
+        """
         self._delete(name, self.pods[name][0])
         self._wait_until_ready(self._create(name))
 

@@ -1,4 +1,4 @@
-"""`baton up` with fake programs, for tests of its start, its restarts and its end."""
+"""`baton up` with fake programs, for tests of how it starts, restarts and ends them."""
 
 import json
 import os
@@ -82,8 +82,9 @@ def get(url: str) -> Any:
 
 
 def has_ended(pid: int) -> bool:
-    """Waits for the end of a process, which need not be a child of this one. Returns
-    whether it ended in time.
+    """Waits for the end of a process. Returns whether it ended within DEADLINE_S.
+
+    The process need not be a child of the calling process.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -96,8 +97,8 @@ def has_ended(pid: int) -> bool:
 
 
 def query_processes(endpoint: str) -> dict[str, Any]:
-    """Returns the pid, arguments and environment that the proxy and then every server
-    report of their processes, by URL.
+    """Returns, by URL, the reports of the proxy and of every server about their own
+    processes: pid, arguments and environment.
     """
     proxy = get(endpoint)
     urls = [

@@ -17,7 +17,8 @@ from kvcache.stripe import IntArray
 from kvcache.transfer.agent import MemoryKind, ReadHandle, ReadState, TransferAgent
 from protocol.errors import TransferFailed
 
-# All open agents by their unique names. A peer is found here, not over a network.
+# All open agents by their unique names. `add_peer` looks peers up in this dict, because
+# there is no network.
 _open_agents: dict[str, "MemoryAgent"] = {}
 _lock = threading.Lock()
 
@@ -27,7 +28,8 @@ _Runs = list[tuple[int, int, int]]
 
 @dataclass
 class _Network:
-    """Faults of the READs of an agent and of all its siblings (`new_sibling`).
+    """READs in progress and injected faults of an agent and of all its siblings
+    (`new_sibling`).
 
     Attributes:
         stalled: names of stalled peers; None stands for all peers.
@@ -72,8 +74,10 @@ class MemoryAgent(TransferAgent):
         return self._network.active
 
     def stall(self, peer: str | None = None) -> None:
-        """Let no READ, or no READ from this peer, end or deliver bytes until
-        `resume`.
+        """Until `resume`, let no READ end or deliver bytes.
+
+        Args:
+            peer: if given, this applies only to READs from this peer.
         """
         self._network.stalled.add(peer)
 
@@ -83,9 +87,10 @@ class MemoryAgent(TransferAgent):
     def fail(self, count: int = 1) -> None:
         """Make the next `count` READs that are polled end in ERROR.
 
-        UCX reports a READ as failed when the first of its runs fails, while the other
-        runs continue. Here, all runs but the last are delivered at the next poll of any
-        READ, unless the agent has been closed by then.
+        UCX reports a READ as failed as soon as one of its runs (contiguous ranges)
+        fails, while the other runs continue. So this agent delivers all runs of a
+        failed READ except the last, at the next poll of any READ, unless the agent is
+        closed first.
         """
         self._network.num_failing = count
 

@@ -341,8 +341,8 @@ class Decode:
         return ending
 
     def wait_for_error(self, pull_id: str | None = None) -> BatonError:
-        """Wait for the end of a pull, which must fail with no READ left. Return its
-        error.
+        """Wait for the end of a pull. The pull must fail and have no active READs.
+        Return its error.
         """
         ending = self.wait(*ENDINGS, pull_id=pull_id)
         assert isinstance(ending, PullFailed) and ending.drained, ending
@@ -379,9 +379,8 @@ class Decode:
         run_round(self.coordinator)
 
     def settle(self) -> list[Event]:
-        """Let all commands and their answers be processed. Return all remaining events.
-
-        Each round of the coordinator executes the commands before it.
+        """Wait until all earlier commands and their answers have been processed. Return
+        all remaining events.
         """
         run_round(self.coordinator)
         self.events += self.coordinator.drain()
@@ -433,7 +432,7 @@ class Decode:
         for rank, pool in enumerate(self.pools):
             _, rows = self._slots(rank, block_ids, start, stop)
             rest = pool.canonical.cpu().float().permute(0, 4, 1, 2, 3, 5).clone()
-            fill_value = float(rest[0, 0, 0, 0, 0, 0])  # of the null block
+            fill_value = float(rest[0, 0, 0, 0, 0, 0])  # read from the null block
             rest[rows] = fill_value
             is_unchanged.append(bool((rest == fill_value).all()))
         return all(is_unchanged)

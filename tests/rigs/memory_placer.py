@@ -1,4 +1,4 @@
-"""A placer for pools of one process that can stall or fail on command."""
+"""A placer that copies between pools of one process. It stalls or fails on command."""
 
 import os
 import threading
@@ -58,8 +58,12 @@ def locate(
 
 
 def _divide(number: IntArray, divisor_numbers: list[int]) -> tuple[IntArray, IntArray]:
-    """Return quotient and remainder. Like the kernel, divide by a multiplication and a
-    shift, with the result of `divisor`.
+    """Return the quotient and the remainder of a division.
+
+    Like the kernel, divide by a multiplication and a shift.
+
+    Args:
+        divisor_numbers: the result of `divisor` in cuda_placer.py.
     """
     size, magic, shift = divisor_numbers
     quotient = (number * magic) >> shift
@@ -72,8 +76,9 @@ def place_units(
     target: torch.Tensor,
     scale_factors: ScaleFactors,
 ) -> None:
-    """Do what `place` does, but with the kernel's index arithmetic. All arguments are
-    on the CPU; `target` is the memory of a pool, u8.
+    """Copy the same bytes as `place`, but with the kernel's index arithmetic.
+
+    All tensors are on the CPU. `target` is the memory of a pool, u8.
     """
     kind = kernel_kind(copy.source, copy.target, scale_factors)
     reads, writes, scales = (
@@ -104,9 +109,10 @@ class MemoryPlacer(Placer):
         stalled: if true, no launch ends.
         num_failing: number of the next launches that will raise.
         num_failed: number of launches that raised.
-        claim_results: results of the next calls of `claim_launch_bytes`. Calls after
-            these have no limit.
-        may_open: while this is not set, `open` waits, as if a GPU locked much memory.
+        claim_results: results of the next calls of `claim_launch_bytes`. Later calls
+            return ALL_BYTES.
+        may_open: while this is not set, `open` waits, as if a GPU were locking a lot of
+            memory.
         mapped: addresses of the memories that are open now.
         unmapped: set whenever a memory is closed.
     """

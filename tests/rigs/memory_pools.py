@@ -38,7 +38,7 @@ def layout(
 def value(
     head: Any, layer: Any, component: Any, block: Any, token: Any, element: Any
 ) -> Any:
-    """Return the value of P's KV at this place. `block` is a block ID of P.
+    """Return the value of P's KV at these coordinates. `block` is a block ID of P.
 
     The value is exact in float32 and never 0.
     """
@@ -59,7 +59,7 @@ def fill(pool: KVPool, rank: int, tp: int, heads: int = HEADS) -> None:
 
 
 class PoolWithDraft(NamedTuple):
-    """The pool of a rank, and that of a drafter behind it.
+    """The pool of a rank, and the pool of a drafter directly behind it in memory.
 
     Attributes:
         draft_pool, draft: None if there is no drafter.

@@ -39,7 +39,7 @@ def start_nodes(
     """Start a server on several nodes. Return the program of each node.
 
     Raises:
-        AssertionError: a node has ended at the start.
+        AssertionError: a node ended before it was ready.
     """
     starts = _start_all(module, *argv, nodes=nodes, hosts=hosts)
     failures = [future.exception() for future in starts]
@@ -54,9 +54,9 @@ def start_nodes(
 def start_failures(
     module: str, *argv: str, nodes: Sequence[Node] = (Node(), Node())
 ) -> list[str]:
-    """Start nodes on loopback addresses that must refuse to start.
+    """Start nodes on loopback addresses. All of them must refuse to start.
 
-    Return the reason of each.
+    Return the reason that each node reports.
     """
     reasons = []
     for future in _start_all(module, *argv, nodes=nodes, hosts=None):

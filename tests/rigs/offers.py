@@ -13,10 +13,10 @@ def offer(
     sampling: SamplingParams | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Return a signed reference to the KV of a prompt: blocks of 4 tokens, IDs from 3
-    on.
+    """Return a signed reference to the KV of a prompt.
 
-    The first generated token is 42.
+    The blocks have 4 tokens, and consecutive IDs that begin at 3. The first generated
+    token is 42.
 
     Args:
         changes: values of fields of the reference, in place of the usual ones.

@@ -1,5 +1,5 @@
-"""The files that the containers of a pod have: those of the real image, or of this
-machine.
+"""The root file system of a pod's containers, made from the real image or from the
+files of this machine.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ class RootFileSystem:
 
 @contextlib.contextmanager
 def root_file_system(folder: Path) -> Iterator[RootFileSystem]:
-    """Return the files of the real image if it can be built here, else of this machine
-    and this checkout.
+    """Yield the files of the real image if this machine can build it. Otherwise, yield
+    the files of this machine and this checkout.
 
     Args:
         folder: see checkout_files.

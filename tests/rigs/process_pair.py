@@ -2,8 +2,8 @@
 whose memory other processes can read, or any program.
 
 The children are forked from a process that has imported torch, because the import takes
-longer than most tests. That process has no NIXL agent, because UCX reads the
-environment once, when it is loaded.
+longer than most tests. That process has no NIXL agent. UCX reads the environment only
+when it is loaded, so each child loads it with its own environment.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Ranks of a real model behind one executor, each in a thread.
 
-All ranks but the first get each step as bytes, like ranks in separate processes.
+All ranks except rank 0 receive each step as bytes, like ranks in separate processes.
 """
 
 from collections.abc import Iterator
@@ -107,7 +107,7 @@ def _close(runners: list[ModelRunner]) -> None:
 @contextmanager
 def ranks(size: int, dcp: int = 1, **options: Any) -> Iterator[Ranks]:
     """Start `size` ranks. Each group of `dcp` ranks shares the tokens of sequences.
-    They have no KV pools until `allocate` is called.
+    The ranks have no KV pools until `allocate` is called.
 
     Args:
         options: further options of EngineConfig.

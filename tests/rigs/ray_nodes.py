@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, each with processes of its own."""
+"""A Ray cluster of several nodes on this machine. Each node has its own processes."""
 
 import contextlib
 import os
@@ -18,9 +18,11 @@ from tests.rigs.cluster import wait_until
 
 START_TIMEOUT_S = 120.0
 CONNECT_TIMEOUT_S = 30.0
-# A node gives up after 30 s if the machine is busy.
+# On a busy machine, a node may need more than 30 s to start. It then gives up, and the
+# start is retried.
 MAX_STARTS = 3
-# These ports of a node are given, because several nodes share this machine.
+# Options for ports that each node gets explicitly, because all nodes share this
+# machine.
 _PORT_OPTIONS = (
     "--node-manager-port",
     "--object-manager-port",
@@ -51,7 +53,9 @@ class RayNode:
         return pids
 
     def has(self, *words: str) -> bool:
-        """Whether a process with all these words in its command line runs here."""
+        """Return True if a process on this node has all these words in its command
+        line.
+        """
         return any(
             all(word in command for word in words)
             for command in map(_command_line, self.descendants())
@@ -93,7 +97,7 @@ class RayCluster:
 
         Args:
             cpus: the CPUs that Ray may reserve on the node.
-            role: options of the head node; none: the node joins the head.
+            role: options that start a head node. Without them, the node joins the head.
         """
         old_nodes = set() if role else _alive_nodes(self.address)
         argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
@@ -102,7 +106,8 @@ class RayCluster:
         argv += ["--object-store-memory", "80000000", "--node-ip-address", "127.0.0.1"]
         for option in _PORT_OPTIONS:
             argv += [option, str(self.ports.pop())]
-        # Workers do not share a port with the socket that reserves it.
+        # Workers use any free ports. Unlike the node's own processes, workers cannot
+        # bind a port that a socket of `reserved_ports` has bound.
         argv += ["--min-worker-port", "0", "--max-worker-port", "0"]
         environ = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
         for _ in range(MAX_STARTS):
@@ -115,13 +120,15 @@ class RayCluster:
             wait_until(has_started_or_ended, START_TIMEOUT_S)
             if node.is_running():
                 return node
-            node.kill()  # its other processes
+            node.kill()  # also the node's other processes
         raise AssertionError(f"Ray did not start a node in {MAX_STARTS} attempts")
 
     def _has_started_or_ended(self, node: RayNode, old_nodes: set[str]) -> bool:
-        """Whether the cluster has a new node, or the process of `node` has ended.
+        """Return True if the cluster has a new node, or the process of `node` has
+        ended.
 
-        The number of nodes does not show it: Ray may count a node that was just killed.
+        Ray may still list a node that was just killed. So the ids of the nodes are
+        compared, not their number.
         """
         return not node.is_running() or bool(_alive_nodes(self.address) - old_nodes)
 
@@ -154,7 +161,7 @@ def ray_cluster(cpus_of_nodes: list[int], num_spare: int) -> Iterator[RayCluster
 
 
 def _alive_nodes(address: str) -> set[str]:
-    """Return the ids of the nodes that are alive; none if there is no cluster yet."""
+    """Return the ids of all live nodes, or an empty set if there is no cluster yet."""
     script = (
         "import ray, sys\n"
         "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"

@@ -28,10 +28,11 @@ class RealEngine(Engine):
     """An engine that runs `model` in float32.
 
     Args:
-        speculate: the drafter that reads states of the model.
+        speculate: value of --speculate for a drafter that reads states of the model;
+            None: there is no drafter.
 
     Attributes:
-        draft: this drafter's runner; None if there is none.
+        draft: the runner of this drafter; None if there is no drafter.
     """
 
     draft: DraftRunner | None = None
@@ -104,7 +105,7 @@ class RealEngine(Engine):
         )
 
     def use_drafter(self, drafter: Drafter) -> None:
-        """Let steps verify all proposals of a drafter."""
+        """Use a drafter, and let steps verify all its proposals."""
         limits = dataclasses.replace(self.core.scheduler.limits, max_proposals=16)
         speculator = Speculator(limits, [drafter], policy=VerifyEverything())
         self.core.speculator = speculator

@@ -102,7 +102,7 @@ def expected_output(
 class _ShadowStep:
     """A launched step, which runs when its result is requested.
 
-    This is the worst case: a real device may run the step at any time up to then.
+    This is the worst case: a real device may run the step at any earlier time.
     """
 
     def __init__(self, executor: "ShadowExecutor", step: StepInput) -> None:
@@ -161,7 +161,7 @@ class ShadowExecutor:
         assert len(self.in_flight) <= self.depth
         if self.in_flight:
             self.num_steps_ahead += 1
-        # Convert to bytes and back, as for all ranks but the first.
+        # Convert to bytes and back, as an engine does for all ranks except rank 0.
         launched = _ShadowStep(self, step_from_bytes(step_to_bytes(step)))
         self.in_flight.append(launched)
         return launched
@@ -212,7 +212,8 @@ class ShadowExecutor:
     def _draw(self, step: StepInput, index: int) -> int:
         """Return the next token of a sampled row.
 
-        Penalties in its state row, if any, must have counted exactly its context.
+        If the row has penalties, its state row must have counted exactly the tokens of
+        its context.
         """
         context = self.context(step, int(step.sampled_sequences[index]))
         token = next_token(context, step.sampling[index].choice_index)
@@ -229,7 +230,7 @@ class ShadowExecutor:
         return token
 
     def _count_draws(self, step: StepInput, tokens: Sequence[int]) -> None:
-        """Count the drawn tokens for later penalties, but not those of proposals."""
+        """Count the drawn tokens for later penalties, except in rows with proposals."""
         changes = step.logit_changes
         if changes is None:
             return
@@ -401,7 +402,9 @@ def make_core(
 
 
 def _watch(allocator: BlockAllocator, executor: ShadowExecutor) -> None:
-    """Make `allocate` check I8: no block that a step in flight uses is allocated."""
+    """Make `allocate` check invariant I8 of docs/design.md: no block that a step in
+    flight uses is allocated.
+    """
     allocate = allocator.allocate
 
     def checked(num_blocks: int) -> list[int]:

@@ -1,5 +1,7 @@
-"""MTP layers and EAGLE-3 drafters that compute each proposal from complete sequences,
-and a drafter that compares an engine's proposals with theirs."""
+"""MTP layers and EAGLE-3 drafters that compute each proposal from a complete sequence.
+
+`CheckedDrafter` compares the proposals of an engine's drafter with theirs.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +37,7 @@ def load_pair(kind: str) -> tuple[CausalLM, DraftModel]:
 
 
 def engine_options(kind: str, max_proposals: int) -> tuple[Any, str]:
-    """Return the directory of the target, and the value of --speculate."""
+    """Return the target's directory and the value of --speculate for an engine."""
     target_kind, style = KINDS[kind]
     folder = ensure_drafter(kind)
     if style == "eagle3":
@@ -62,8 +64,8 @@ class LoneDrafter:
 
         Args:
             context: the positions that the drafter sees; None: all.
-            other_inputs: tokens that the drafter reads at some positions instead of
-                those after them.
+            other_inputs: maps a position to the token that the drafter reads at that
+                position. At all others, it reads the token of the next position.
         """
         inputs = [*token_ids[1:]]
         for position, token in (other_inputs or {}).items():
@@ -88,7 +90,7 @@ class LoneDrafter:
         return proposals
 
     def _states(self, token_ids: Sequence[int]) -> Tensor:
-        """The states of all tokens but the last one."""
+        """Return the target's states of all tokens except the last."""
         num_rows = len(token_ids) - 1
         capture = self._target.new_capture(self._draft.target_layers, num_rows)
         assert capture is not None
@@ -102,11 +104,12 @@ class LoneDrafter:
 
 
 class CheckedDrafter:
-    """Asserts that all proposals of an engine's drafter are those of a LoneDrafter.
+    """Compares all proposals of an engine's drafter with those of a LoneDrafter.
 
     Attributes:
         num_proposed: the number of compared tokens.
-        num_skipped: for each verification, how many positions the drafter did not see.
+        num_skipped: for each comparison, how many positions the drafter did not see.
+        failures: descriptions of all proposals that differ.
     """
 
     uses_device = True
@@ -135,14 +138,15 @@ class CheckedDrafter:
             context = self._context(sequence)
             expected = self._lone.proposals(tokens, len(proposed), params, context)
             if proposed != expected:
-                # An exception would only turn the drafter off.
+                # Do not raise. The engine would catch the error and only turn the
+                # drafter off.
                 self.failures.append(f"{proposed} instead of {expected} after {tokens}")
             self.num_proposed += len(proposed)
             self.num_skipped.append(len(tokens) - 1 - len(context))
         return proposals
 
     def _context(self, sequence: EngineSequence) -> list[int]:
-        """The positions that the drafter sees."""
+        """Return the positions that the engine's drafter sees."""
         states = self._drafter._stored[sequence]
         size = self._drafter._block_size
         blocks = [range(size * index, size * (index + 1)) for index in states.context]

@@ -1,7 +1,8 @@
 """A KV store in the process of the test, and engines that use it.
 
-The region is real. Its transport is the in-memory agent, and its link to engines is a
-value instead of a connection, so that a test decides when the store is reachable.
+The region is real. Its transport is the in-memory agent. Engines get a FixedLink
+instead of a connection to the store, so that a test decides when the store is
+reachable.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ from tests.rigs.memory_agent import MemoryAgent
 
 
 class FixedLink:
-    """A link to a store that the test sets; see StoreLink."""
+    """Replaces an engine's StoreLink. The test sets the region, or None if the store is
+    unreachable.
+    """
 
     def __init__(self, region: StoreRegion | None = None) -> None:
         self.region = region
@@ -111,7 +114,7 @@ class Store:
         return FixedLink(region)
 
     def num_stored(self, token_ids: list[int], salt: bytes = b"") -> int:
-        """Return how many of these tokens the region has."""
+        """Return the number of these tokens, from the first on, that the region has."""
         table = self.region.prefix.match(token_ids, salt=salt)
         count = self.region.prefix.groups.count
         return len(table) // count * self.region.prefix.block_size
@@ -148,7 +151,7 @@ class Store:
 
 
 class TieredGroup(Group):
-    """Engines with one store, which run their rounds together.
+    """Engines that share one store and run their rounds together.
 
     Attributes:
         store: the store, which a test may replace.
@@ -158,19 +161,21 @@ class TieredGroup(Group):
         super().__init__(*engines)
         self.store = store
         self._ended: list[Engine] = []
-        # The engines that have connected to a region, with the region.
+        # The pairs of an engine and a region for which `until_readable` has waited.
         self._connected: set[tuple[Engine, StoreRegion]] = set()
 
     def begin(
         self, engine: Engine, prompt: Sequence[int], max_tokens: int = 3, **members: Any
     ) -> str:
-        """Begin a request when the engine can read the store's region."""
+        """Wait with `until_readable`, and then begin a request."""
         self.until_readable(engine)
         return super().begin(engine, prompt, max_tokens, **members)
 
     def until_readable(self, engine: Engine) -> None:
-        """Run rounds until an engine has connected to its region, or has failed to.
-        Do nothing if that has happened before.
+        """Run rounds until an engine has connected, or failed to connect, to the region
+        of its store link.
+
+        For each engine and region, only the first call waits.
         """
         region = engine.store_link.region if engine.store_link else None
         if region is None or (engine, region) in self._connected:

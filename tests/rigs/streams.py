@@ -1,10 +1,10 @@
 """Measures the delay that the proxy adds to streams: `python -m tests.rigs.streams`.
 
-Fake servers in a process of their own stream events that contain the time at which they
-were sent. Clients read the streams from a server directly, and then through a proxy.
-They measure the delay of every event, and the time to the first event of every stream,
-which includes the prefill leg. The last line of the output is one JSON document:
-percentiles in milliseconds, and the proxy's CPU time per event.
+A separate process runs fake servers. They stream events that contain the time at which
+they were sent. Clients read the streams from a server directly, and then through a
+proxy. They measure the delay of every event, and the time to the first event of every
+stream, which includes the prefill leg. The last line of the output is one JSON
+document: percentiles in milliseconds, and the proxy's CPU time per event.
 """
 
 import argparse
@@ -30,7 +30,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     """Serve a connection as a prefill and as a decode server.
 
     The prompt of a streaming request contains the number of events to send and the
-    seconds between two of them. If that interval is negative, the second event is sent
+    seconds between two events. If the seconds are negative, the second event is sent
     only when a client has requested /go. Requests without streaming get the answer of a
     prefill leg.
     """

@@ -21,11 +21,11 @@ from protocol.handshake import CompatRecord
 
 class Workers:
     """The coordinator of an engine and a worker for each of its pools. `start` starts
-    them.
+    the workers.
 
     Args:
-        coordinator_dcp: the value of `dcp` that the coordinator gets, if it differs
-            from `dcp`.
+        coordinator_dcp: the value of `dcp` for the coordinator, if it differs from the
+            workers' `dcp`.
         make_placer: function that creates the placer of a rank, or returns None for a
             rank without a placer.
         drafts: the KV of a drafter, by rank.

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Titles of sections have more equals signs.
+# Matches the titles of articles. The titles of sections have more equals signs.
 _TITLE = re.compile(r"(?m)^(?= = [^=\n]+ = $)")
 
 
@@ -21,8 +21,8 @@ def detokenized(document: dict[str, Any]) -> str:
 def measured(
     document: dict[str, Any], results: list[float]
 ) -> dict[str, tuple[float, int]]:
-    """Return, for each metric, the article's loglikelihood (nats) and what to divide it
-    by.
+    """Return, for each metric, the article's loglikelihood (nats), and the number of
+    words or bytes by which the metric divides it.
     """
     from lm_eval.tasks.wikitext import preprocess_wikitext
 

@@ -1,4 +1,4 @@
-"""Pairs and groups of engines in one process. After a test all blocks are free."""
+"""Pairs and groups of engines in one process. After a test, all blocks must be free."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,7 +18,8 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
 
         def make(**options: Any) -> Pair:
             pair = stack.enter_context(Pair(depth=request.param, **options))
-            # Leases of hanging READs would never expire, as P's clock does not advance.
+            # Hanging READs must end, because their leases never expire: P's clock does
+            # not advance.
             stack.callback(pair.d.movers.resume)
             return pair
 

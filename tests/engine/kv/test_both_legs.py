@@ -90,7 +90,7 @@ def test_resumed_stream_gets_no_first_token_again(pair, num_resumed):
 @pytest.mark.parametrize("num_rounds", range(6))
 def test_abort_of_either_leg_ends_both_legs(make_pair, aborted_leg, num_rounds):
     """If P's leg is aborted, D computes the prompt. If D's leg is aborted, P retains no
-    KV. The abort comes after `num_rounds` rounds."""
+    KV. The abort is sent after `num_rounds` rounds."""
     pair = make_pair()
     prefill_name, decode_name = pair.submit_to_both(PROMPT, order="dp")
     for _ in range(num_rounds):
@@ -118,7 +118,7 @@ def test_kv_that_d_gives_up_stays_leased_only_if_another_server_may_pull_it(
     pair = make_pair(policy=policy, p_compat=OTHER_COMPAT)
     prefill_name, decode_name = pair.submit_to_both(PROMPT, order="d")
     pair.until(lambda: bool(pair.d.out.terminals(decode_name)))
-    # P has received D's message that D gives up the offer.
+    # P has received the message with which D gives up the offer.
     pair.until(lambda: pair.leases.counters()["gone"] == 1)
     _add_prefill_leg(pair, prefill_name, PROMPT)
     pair.until(lambda: bool(pair.p.out.terminals(prefill_name)))
@@ -133,8 +133,8 @@ def _add_prefill_leg(pair, name, prompt):
 
 
 def test_partly_leased_prompt_runs_before_a_stream_that_does_not_fit(make_pair):
-    """P's pool fits one sequence. The stream preempts the prompt, and is later
-    preempted itself."""
+    """P's pool has blocks for only one sequence. The stream preempts the prompt, and is
+    preempted later."""
     pair = make_pair(p_num_blocks=17, p_block_size=4, max_num_batched_tokens=3)
     prompt = PROMPT[:40]
     prefill_name, decode_name = pair.submit_to_both(prompt, order="d")

@@ -1,4 +1,4 @@
-"""`cached_tokens` of a request are the prompt tokens that no server computed for it.
+"""`cached_tokens` of a request counts prompt tokens that no server computed for it.
 
 The test records which tokens of each request the engines compute, and compares the
 usage with this record.
@@ -27,7 +27,10 @@ GEOMETRIES: list[dict[str, Any]] = [
 
 
 def record_computed_tokens(engines: Sequence[Engine]) -> Computed:
-    """Returns the positions that choice 0 of each request computes from now on."""
+    """Returns a dict in which the engines record the positions that they compute.
+
+    Only choice 0 of each request is recorded.
+    """
     computed: Computed = defaultdict(set)
 
     def watch(engine: Engine) -> None:
@@ -50,13 +53,13 @@ def record_computed_tokens(engines: Sequence[Engine]) -> Computed:
 
 
 def num_untouched(computed: Computed, length: int, *names: str) -> int:
-    """Returns how many tokens of a prompt no engine computed for these requests."""
+    """Number of tokens of a prompt that no engine computed for these requests."""
     positions = set[int]().union(*(computed[name] for name in names))
     return len(set(range(length)) - positions)
 
 
 def cached_tokens(engine: Engine, name: str) -> int:
-    """Returns what the HTTP process reports: the usage of choice 0."""
+    """Returns the cached tokens that the HTTP process would report (of choice 0)."""
     ends = [end for end in engine.out.terminals(name) if end.choice == 0]
     usage = ends[0].usage
     assert usage is not None
@@ -64,7 +67,7 @@ def cached_tokens(engine: Engine, name: str) -> int:
 
 
 def prompts(rng: random.Random, length: int) -> tuple[list[int], int, int]:
-    """Returns a prompt, and the lengths of its beginnings that P and D have cached."""
+    """Returns a prompt, and the lengths of the prefixes that P and D have cached."""
     prompt = [rng.randrange(VOCAB) for _ in range(length)]
     return prompt, rng.randrange(length + 1), rng.randrange(length + 1)
 
@@ -154,7 +157,7 @@ def test_usage_of_a_resumed_request_counts_what_the_engines_computed(
 
 
 def test_usage_of_a_preempted_prompt_counts_its_first_computation(make_group):
-    """Two requests need more blocks than there are, so one of them is preempted."""
+    """The pool is too small for two concurrent requests, so requests are preempted."""
     group: Group = make_group({"num_blocks": 20})
     (a,) = group.engines
     prompt = [(7 * i) % VOCAB for i in range(30)]

@@ -98,7 +98,8 @@ class Chaos:
         # The prompt, max_tokens and other fields of each request, by its name on D.
         self.requests: dict[str, tuple[list[int], int, dict[str, Any]]] = {}
         self.aborted: set[str] = set()
-        # Names on P of the requests that both engines got at once, by the names on D.
+        # For requests that both engines get concurrently: their names on P, by name on
+        # D.
         self.p_names: dict[str, str] = {}
 
     def lose_a_lease(self) -> None:
@@ -107,7 +108,7 @@ class Chaos:
         """
         pair = self.pair
         config = pair.d.config
-        # The prompt is long enough for every rank to have a part of it and its READs.
+        # With this length, every rank has tokens of the prompt to read.
         num_tokens = 14 + config.block_size * (config.dcp - 1)
         prompt = [self._random_token() for _ in range(num_tokens)]
         params = pair.prefill(prompt)
@@ -202,7 +203,7 @@ class Chaos:
             "stop_token_ids": self.random.choices(range(VOCAB), k=pick([0, 0, 3, 6])),
             "sampling": pick(SAMPLING),
         }
-        if self.groups:  # WindowedEngine has no penalties and no prompt logprobs
+        if self.groups:  # WindowedEngine lacks penalties and prompt logprobs
             request_fields |= {"num_prompt_logprobs": None, "sampling": SAMPLING[0]}
         if self.random.random() < 0.2:
             name = f"local{len(self.requests)}"
@@ -290,7 +291,7 @@ def frequent_thread_switches() -> Iterator[None]:
 
 
 def _run_workload(seed: int, **options: Any) -> int:
-    """Runs a random workload and checks every answer. Returns how many requests ran."""
+    """Runs a random workload and checks all answers. Returns the number of requests."""
     chaos = Chaos(seed, **options)
     try:
         if chaos.stays_hung:

@@ -1,4 +1,7 @@
-"""A request of a decode engine waits for its grammar, while its lease may expire."""
+"""A request on a decode engine waits until its grammar is compiled.
+
+The lease on the request's KV may expire during this wait.
+"""
 
 import json
 import threading

@@ -168,7 +168,7 @@ def test_draft_kv_is_pulled_unless_it_is_quicker_to_compute():
 
 
 def test_failed_pull_of_a_found_prefix_is_computed_whatever_the_policy(make_group):
-    """The request refers to KV of its own engine, which has evicted it."""
+    """The request refers to KV of its own engine. The engine has evicted this KV."""
     a, b = (group := make_group({}, {"policy": "fail"})).engines
     group.complete(a, PROMPT)
     name = group.begin(b, PROMPT, 1, retain_kv=True)

@@ -18,7 +18,7 @@ from tests.rigs.engines import COMPAT, OTHER_COMPAT, SECRET
 from tests.rigs.shadow import VOCAB, add, expected_output
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-# Series that the cores of these engines do not have. Rank 0 measures most of them.
+# Metric series that the cores of these engines lack. Rank 0 measures most of them.
 RANK_SERIES = {
     "baton_kernels_loaded_late",
     "baton_engine_memory_used_bytes",

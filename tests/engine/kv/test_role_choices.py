@@ -1,4 +1,4 @@
-"""Several choices and prompt logprobs of a P/D pair: one pull, then forks."""
+"""Several choices and prompt logprobs on a P/D pair: KV is pulled once, then forked."""
 
 import pytest
 

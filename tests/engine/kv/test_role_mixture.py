@@ -150,8 +150,8 @@ class _Mixture:
         return [RandomDrafter(share_right, self.rng, self._next_token)]
 
     def _next_token(self, choice: Sequence, tokens: list[int]) -> int:
-        """Returns the token that a choice draws after `tokens`, if these are its own
-        tokens and not proposals that are wrong."""
+        """Returns the token that a choice draws after `tokens`. The result has no
+        meaning if `tokens` contain wrong proposals."""
         request = self.requests[choice.request_id]
         outputs = self._expected(request, choice.choice)[0]
         num_outputs = len(tokens) - choice.num_prompt_tokens
@@ -203,7 +203,7 @@ class _Mixture:
     # -- the workload
 
     def next_messages(self) -> list[EngineInput]:
-        """Returns the next random messages. Pulls and grammars make progress."""
+        """Advances pulls and grammars, and returns the next random messages."""
         self.coordinator.advance(to_end=self.is_draining)
         self.grammars.advance(to_end=self.is_draining)
         rng = self.rng
@@ -285,7 +285,7 @@ class _Mixture:
 
     def _with_remote(self, request: AddRequest) -> AddRequest:
         """Returns the request with a reference to KV on a prefill server. Some
-        references are rejected, as by the HTTP process of D."""
+        references are marked as rejected, as the HTTP process of D would do."""
         rng = self.rng
         prompt = request.token_ids
         choices = range(request.num_choices)
@@ -406,8 +406,8 @@ class _Mixture:
 
     @staticmethod
     def _check_usage(request: AddRequest, end: TokenDelta) -> None:
-        """Checks that the usage counts every prompt token, or none if another server
-        has drawn all tokens.
+        """Checks that the usage counts every prompt token. It may also count no token
+        if another server has drawn tokens.
         """
         if end.usage is None or end.choice or end.finish_reason == "abort":
             return
@@ -420,8 +420,8 @@ class _Mixture:
 
 
 def _run_mixture(seed: int, compiler: GrammarCompiler) -> EngineCore:
-    """Runs the mixture of a seed. With some seeds, steps do not wait for most masks,
-    all grammars are slow, or no step is launched ahead."""
+    """Runs the mixture of a seed. Depending on the seed, steps do not wait for most
+    masks, all grammars are slow, or no step is launched ahead."""
     rng = random.Random(seed)
     wait_for = core_grammar.wait_for
     with pytest.MonkeyPatch.context() as patch:

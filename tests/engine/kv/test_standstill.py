@@ -16,7 +16,8 @@ from protocol.messages import MOVED, AbortRequest, Migrate, ResumedChoice
 from tests.rigs.engines import Engine, Group
 from tests.rigs.shadow import VOCAB, add, expected_output
 
-# A request as the proxy runs it: the conditions for which the request waits, in order.
+# A generator that runs a request like the proxy. It yields each condition for which the
+# request must then wait.
 Script = Iterator[Callable[[], object]]
 
 
@@ -26,11 +27,11 @@ def _short_deadlock_time(monkeypatch):
 
 
 class Fleet(Group):
-    """Servers that take either leg, and a proxy that gives requests to any of them."""
+    """Servers that accept prefill and decode legs, and a proxy that picks servers."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        # Blocks of the calls with several prompts that are on each prefill server. In a
+        # For each prefill server: blocks of its calls with several prompts. In a real
         # server, PrefillLeg.admit limits these blocks.
         self.batch_blocks = Counter[Engine]()
         limits: dict[str, Any] = {"settings": PullSettings(pull_timeout_s=0.5)}
@@ -72,8 +73,8 @@ class Fleet(Group):
             assert engine.out.tokens(name, choice) == expected
 
     def run_legs_in_turn(self, call: str) -> Script:
-        """Sends a call with one prompt, or with as many as a prefill server accepts
-        together. The decode legs begin when all prefill legs have finished."""
+        """Sends a call with several prompts, or with one prompt if P would not accept
+        several. The decode legs begin when all prefill legs have finished."""
         p, d = self.pick_two_engines()
         num_choices = self.rng.choice([1, 1, 1, 2])
         prompts = [self.random_prompt() for _ in range(self.rng.choice([1, 1, 2, 4]))]

@@ -94,7 +94,7 @@ def test_prefix_of_a_model_with_other_windows_is_computed_locally():
 
 def test_lease_with_too_few_blocks_for_all_choices_does_not_open_the_circuit():
     """A router may request one choice of the prefill leg, but three of the decode leg.
-    D then computes the prompt, and later pulls from the lender are allowed.
+    D then computes the prompt. Later pulls from the lender must still be allowed.
     """
     limits = {"settings": PullSettings(backoff_min_s=60.0)}
     with Group(

@@ -1,4 +1,4 @@
-"""A node that cannot join node 0 ends with the reason."""
+"""A node that cannot join node 0 exits with an error that names the reason."""
 
 import socket
 import threading
@@ -25,7 +25,7 @@ def _settings(port: int) -> DecodeSettings:
 
 
 def _join(port: int) -> str:
-    """Return why a node cannot join at a port."""
+    """Return the error of a node that fails to join node 0 at a port."""
     with pytest.raises(StartFailure) as caught:
         Member(_settings(port), "-")._join()
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""How connections between nodes begin, over real sockets."""
+"""Greetings that begin connections between nodes, over real sockets."""
 
 import contextlib
 import socket
@@ -46,7 +46,7 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _meet(hello: Hello, secret: bytes = _SECRET) -> tuple[Any, Any]:
-    """Return the results of both ends: that of node 0, and that of the other node."""
+    """Return the results of both ends: of node 0, then of the other node."""
     with ThreadPoolExecutor(1) as pool:
         first, other = socket.socketpair()
         with first, other:

@@ -1,4 +1,4 @@
-"""Node 0 lets other nodes join, compares them, and reports their failures to all."""
+"""Node 0 lets other nodes join, compares them, and reports failures to all nodes."""
 
 import queue
 import socket

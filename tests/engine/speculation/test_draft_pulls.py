@@ -1,4 +1,4 @@
-"""Draft KV of a pulled prompt is pulled with the rest, or computed, by the costs."""
+"""The draft KV of a pulled prompt is also pulled, or computed if that is quicker."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ BLOCK_SIZE = 4
 
 
 def _start_drafting(engine: RealEngine) -> list[int]:
-    """Let an engine use its draft model. Return a list that will have the number of
-    tokens of each step of the draft model."""
+    """Let an engine use its draft model. Return a list to which each step of the draft
+    model appends its number of tokens."""
     assert engine.draft is not None
     launch = engine.executor.launch
     num_tokens: list[int] = []
@@ -35,7 +35,7 @@ def _start_drafting(engine: RealEngine) -> list[int]:
 
 
 def _set_costs(engine: RealEngine, peer: Any, pull_s: float, compute_s: float) -> None:
-    """Let the engine have measured the seconds of a token's draft KV."""
+    """Set the estimated seconds that an engine needs for the draft KV of one token."""
     engine.rates._draft_bytes_per_token = 1000
     engine.rates._link(peer).bytes_per_s = 1000 / pull_s
     (drafter,) = engine.core.speculator._drafters
@@ -44,8 +44,7 @@ def _set_costs(engine: RealEngine, peer: Any, pull_s: float, compute_s: float) -
 
 @pytest.fixture(name="pair")
 def _pair() -> Any:
-    """Two engines with the same draft model, of which P has computed the draft KV of
-    the prompt."""
+    """Two engines with the same draft model. P has computed the draft KV of PROMPT."""
     model = ensure_model("gqa")
     speculate = f"model:{model}:3"
     options = {"speculate": speculate, "p_speculate": speculate}
@@ -79,7 +78,7 @@ def test_draft_kv_of_a_draft_model_is_pulled_where_that_is_quicker(
     else:
         assert num_computed <= len(PROMPT) + 1 - NUM_FULL
     (end,) = out.terminals("r")
-    # The draft model is the model itself, so NaN as KV would show in its proposals.
+    # The draft model equals the model, so only missing KV (NaN) causes wrong proposals.
     assert end.accepted_tokens > 3 and not end.rejected_tokens
 
 

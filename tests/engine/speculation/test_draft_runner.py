@@ -1,8 +1,8 @@
-"""A real draft model beside a real model, on one and on two ranks.
+"""A real draft model that runs with a real model, on one and on two ranks.
 
-The draft model proposes the tokens that it draws alone, in float32, for sequences of
-different lengths, with prompts in pieces and preemptions. Before the first step, all
-draft KV is NaN, so KV that was never written changes the proposals.
+The draft model must propose the tokens that it draws alone, in float32. Sequences have
+different lengths, prompts are computed in pieces, and sequences are preempted. Before
+the first step, all draft KV is NaN, so reading unwritten KV changes the proposals.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ from tests.rigs.shadow import add, make_core, run_until_idle
 
 VOCAB = 512
 MAX_LEN = 64
-# A draft model of two layers with dummy weights: one layer sees all tokens, and the
-# other one sees 9.
+# A draft model of two layers with dummy weights. One layer sees all tokens. The other
+# layer has a window of 9 tokens.
 WINDOWED = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -301,7 +301,8 @@ def test_kv_of_the_draft_model_counts_in_the_size_of_the_pool() -> None:
 def test_draft_kv_is_not_described_to_peers_if_ranks_share_the_tokens(
     dcp, is_described
 ) -> None:
-    """Block tables then count tokens of blocks that the draft model does not have."""
+    """With DCP, a block of the draft model has fewer tokens than a block of the engine.
+    So no peer could read the draft KV."""
     options = {"size": 2, "dcp": dcp, "block_size": 4}
     target = ensure_model("mla")
     with draft_ranks(target, ensure_model("gqa6"), **options) as ranks:

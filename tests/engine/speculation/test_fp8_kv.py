@@ -1,7 +1,7 @@
 """Verification of proposals by a real model in float32 whose KV is stored in 8 bits.
 
 The KV of a token is rounded when it is stored. Rows of a verification must attend to
-the rounded KV, as steps without proposals do, or other tokens would be drawn.
+the rounded KV, as steps without proposals do. Otherwise, different tokens are drawn.
 """
 
 import random
@@ -29,7 +29,7 @@ SAMPLINGS = [
 
 
 def _run(executor: Ranks, drafters: Sequence[RandomDrafter] = ()) -> MemoryTransport:
-    """Runs all requests at the same time."""
+    """Runs all requests concurrently."""
     executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     core, _, out = make_core(
         executor=executor,  # type: ignore[arg-type]

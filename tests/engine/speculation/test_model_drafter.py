@@ -1,7 +1,7 @@
-"""The drafter of a draft model, over shadows of the engine and of the draft model.
+"""ModelDrafter with shadow models for the engine and for the draft model.
 
-A slot of the draft model's KV holds a token, so a wrong block, a wrong position or KV
-of other tokens changes the proposals, and reading a slot that was never written fails.
+A slot of the draft model's KV holds a token. So a wrong block, a wrong position or KV
+of other tokens changes the proposals. Reading a slot that was never written fails.
 """
 
 import random
@@ -159,7 +159,7 @@ def test_engine_with_a_draft_model_draws_the_same_tokens(depth, seed) -> None:
 
 
 def test_engine_proposes_only_for_sequences_without_awaited_tokens(depth) -> None:
-    """The draft model would otherwise compute tokens that the engine does not use."""
+    """Otherwise, the draft model would compute tokens that the engine does not use."""
     drafter, draft_executor = make_drafter(depth=depth, max_step_tokens=64)
     propose = drafter.propose
 
@@ -203,8 +203,8 @@ def test_every_stream_gets_all_requested_proposals_once_its_prompt_is_computed()
         assert [len(proposed) for proposed in proposals] == [4, 2, 3]
         assert_right(sequences, proposals, [4, 2, 3])
         core.round([])
-    # Apart from the first round, each round has a step for the missing tokens and one
-    # for each further proposal.
+    # After the first round, each round has one step for the missing tokens, which also
+    # proposes one token, and one step for each further proposal.
     assert executor.num_steps == 20 * 4
 
 
@@ -218,7 +218,7 @@ def test_long_prompt_is_computed_in_pieces_while_other_streams_get_proposals() -
         assert_right([long, short], proposals, [2, 2])
         assert len(proposals[1]) == 2
         lens.append(len(proposals[0]))
-    # Of each step's 10 tokens, the first step has 4 of `short`, the others have 1.
+    # A step has 10 tokens: 4 of `short` in the first step, 1 of `short` in later steps.
     assert len(lens) == 5
     assert executor.max_tokens_in_step <= 10
 
@@ -259,7 +259,7 @@ def test_second_turn_of_a_conversation_uses_draft_kv_of_the_first() -> None:
 
 
 def test_blocks_with_other_tokens_are_not_taken_for_drafted_ones() -> None:
-    """The pool has blocks for one prompt, so each prompt replaces the one before."""
+    """The pool has blocks for one prompt, so each prompt replaces the previous one."""
     core, _, _ = make_core(num_blocks=8, prefix_caching=False)
     drafter, _ = make_drafter(num_blocks=8, max_step_tokens=64)
     for number in range(4):
@@ -294,7 +294,7 @@ def test_more_streams_than_scratch_blocks_propose_up_to_the_end_of_their_blocks(
 ):
     core, _, _ = make_core(max_num_batched_tokens=64, num_blocks=60)
     drafter, _ = make_drafter(max_step_tokens=64, num_blocks=60, max_seqs=2)
-    # All streams have one more token than their blocks.
+    # Each stream has one more token than its blocks can hold.
     prompts = [[number] * 8 for number in range(4)]
     sequences = run_to_decoding(core, *prompts)
     proposals = drafter.propose(sequences, [4] * 4)
@@ -331,7 +331,7 @@ def test_number_of_catch_up_tokens_follows_their_measured_duration() -> None:
             budget.record(budget.num_tokens, budget.num_tokens * seconds_per_token)
         assert budget.num_tokens * seconds_per_token <= 0.0201
         assert budget.num_tokens in (200, 1999, 2000)
-    budget.record(5, 0.001)  # a small step says nothing about large ones
+    budget.record(5, 0.001)  # a small step does not measure the speed of large steps
     assert budget.num_tokens in (199, 200)
     budget.record(200, 10.0)
     assert budget.num_tokens == 16
@@ -346,7 +346,7 @@ def test_preempted_sequence_computes_its_draft_kv_again() -> None:
         core.round([])
         if sequence.token_ids[-1] == proposal:
             break
-    # The next round would count the accepted proposal, if the sequence had its blocks.
+    # Without a preemption, the next round would reuse the KV of the accepted proposal.
     core.scheduler._preempt(sequence, Plan(0))
     executor.pool[:] = -1
     while not sequence.is_decoding:

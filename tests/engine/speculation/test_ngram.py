@@ -1,4 +1,4 @@
-"""Drafters that copy, compared with a search through all tokens."""
+"""Drafters that copy earlier tokens, compared with a search through all tokens."""
 
 import random
 
@@ -49,8 +49,11 @@ def proposal(drafter: Drafter, sequence: Sequence, limit: int = 16) -> list[int]
 def best_occurrence(
     text: list[int], suffix: list[int], last_end: int
 ) -> tuple[int, int] | None:
-    """Returns the end and the length of the occurrence of the longest end of `suffix`
-    in `text`, among the latest MAX_CANDIDATES that end at `last_end` or before."""
+    """Finds the occurrence in `text` of the longest end of `suffix`. Returns the end
+    and the length of this occurrence.
+
+    Only the latest MAX_CANDIDATES occurrences that end at or before `last_end` count.
+    """
     suffix = suffix[-MAX_MATCH_TOKENS:]
     ends = [
         end
@@ -215,7 +218,8 @@ def test_indexes_of_finished_sequences_are_dropped(drafter_class):
 
 @pytest.mark.parametrize("drafter_class", [NgramDrafter, PredictionDrafter])
 def test_indexes_of_finished_sequences_do_not_wait_for_the_next_index(drafter_class):
-    """A server may get no request with a prediction for a long time."""
+    """The next request with a prediction may arrive much later, so indexes must not
+    stay in memory until then."""
     drafter = drafter_class()
     sequences = [
         decoding([1, 2, 3], [1, 2, 3], prediction=[1, 2, 3, 4], name=str(i))
@@ -273,7 +277,7 @@ def test_beginning_is_proposed_while_no_output_matches():
 
 
 def test_prompt_is_not_searched_for_the_prediction():
-    """The end of the prompt and the first outputs together match nothing."""
+    """A match must not begin in the prompt and end in the outputs."""
     sequence = decoding([100, 101], [102], prediction=[100, 101, 102, 103, 104])
     assert proposal(PredictionDrafter(), sequence) == [100, 101, 102]
 
@@ -309,7 +313,7 @@ def test_choices_of_a_request_are_searched_separately():
 
 
 def test_choices_of_a_request_share_the_index_of_its_prediction():
-    """A long prediction with many choices would otherwise delay all streams."""
+    """Otherwise, a long prediction with many choices would delay all streams."""
     prediction = [*range(MAX_INDEXED_PER_CALL)]
     request = add("a", [5], 100, num_choices=3, prediction=prediction)
     parent = Sequence.from_request(request)

@@ -1,6 +1,6 @@
-"""The policy on synthetic devices, whose steps have known durations.
+"""SpeculationPolicy on synthetic devices, whose steps have known durations.
 
-A gain is the throughput with the policy, divided by that without proposals.
+A gain is the throughput with the policy, divided by the throughput without proposals.
 """
 
 import random
@@ -24,14 +24,14 @@ from engine.speculation.policy import (
 )
 
 MAX_PROPOSALS = 4
-MIN_GAIN = 0.98  # what users are promised
-NEAR_BEST = 0.9  # of the gain of the best fixed number of proposals
+MIN_GAIN = 0.98  # the minimum that users are promised
+NEAR_BEST = 0.9  # minimum share of the gain of the best fixed number of proposals
 Device = Callable[[int], float]
 GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 2048, 32))
 
 
 def flat_to_64(num_rows: int) -> float:
-    """The duration of a step that is limited by memory up to 64 rows."""
+    """The duration of a step that is memory-bound up to 64 rows."""
     return max(1.0, num_rows / 64)
 
 
@@ -50,8 +50,8 @@ DEVICES = [flat_to_64, linear, graphs]
 
 class Run(NamedTuple):
     """Attributes:
-    gain: the throughput, relative to that without proposals.
-    proposals: the proposals of a stream in a step, on average.
+    gain: the throughput, relative to the throughput without proposals.
+    proposals: average number of proposals of a stream in a step.
     """
 
     gain: float
@@ -76,7 +76,8 @@ def simulate(
         acceptance: the probability that a proposal is right, by step.
         noise: standard deviation of the measured durations, relative to the true ones.
         scale: factor of all durations, by step.
-        synchronous_s: what a step takes longer if it, or the one before, has proposals.
+        synchronous_s: additional duration of steps with proposals, and of the step
+            after each of them.
     """
     rng = np.random.default_rng(seed)
     policy = policy or SpeculationPolicy()
@@ -162,7 +163,7 @@ def test_policy_does_not_lose_when_durations_change(device, scale):
 @pytest.mark.parametrize("device", [flat_to_64, graphs])
 def test_policy_follows_a_drafter_that_becomes_better_and_worse(device):
     run = simulate(device, 2, lambda step: (0.0, 0.9)[step // 300 % 2], 1_200)
-    # Both halves have as many steps, and the gain of the first is about 1.
+    # In half of the steps, all proposals are wrong and the gain is about 1.
     assert run.gain > 1 + 0.8 * (best_fixed_gain(device, 2, 0.9) - 1) / 2
 
 
@@ -176,8 +177,8 @@ def test_steps_that_are_not_launched_ahead_count_as_loss():
 
 
 def test_proposals_of_steps_with_prompts_lose_as_little_as_those_of_other_steps():
-    """The duration of a step with prompts is no measurement of proposals, but they take
-    time there, too. The proposals are never right."""
+    """The duration of a step with prompts does not measure the cost of proposals, but
+    proposals cost time in such steps too. In this test, they are never right."""
     num_streams = 4
     policy = SpeculationPolicy()
     simulate(linear, num_streams, lambda _: 0.0, 100, policy=policy)
@@ -221,7 +222,7 @@ def test_batch_size_that_changes_with_each_step_is_served():
 
 
 def measured_policy(num_streams: int, device: Device = flat_to_64) -> SpeculationPolicy:
-    """Returns a policy that knows the durations of steps with `num_streams` streams."""
+    """Returns a policy that has measured steps with `num_streams` streams."""
     policy = SpeculationPolicy()
     simulate(device, num_streams, lambda _: 0.9, 50, noise=0, policy=policy)
     policy.record_step(num_streams, num_streams, num_streams, device(num_streams))
@@ -278,8 +279,8 @@ def test_limits_do_not_exceed_lengths_and_calls_change_nothing(
     outcomes=st.lists(st.floats(0, 1), min_size=30, max_size=300),
 )
 def test_loss_is_bounded_whatever_is_accepted(num_streams, rates, slowdowns, outcomes):
-    """Durations grow with the rows arbitrarily, but at most in proportion. Accepted
-    proposals have nothing to do with the rates."""
+    """Durations grow arbitrarily with the number of rows, but at most in proportion to
+    it. The number of accepted proposals is independent of the rates."""
     durations = [1.0]
     for rows, share in enumerate(slowdowns, num_streams):
         durations.append(durations[-1] * (1 + share / rows))

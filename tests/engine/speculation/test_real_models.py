@@ -1,8 +1,7 @@
 """Verification of proposals by real models in float32.
 
-Each request runs without a drafter first, which gives the tokens that are right. With
-drafters that are right as often as the test wants, the tokens and logprobs must be the
-same.
+Each request first runs without a drafter, which gives the expected tokens. With
+drafters of a chosen accuracy, the tokens and logprobs must be the same.
 """
 
 import random
@@ -91,7 +90,11 @@ class _Results:
 
 
 def _use_drafter(engine: Engine, share_right: float, results: _Results) -> None:
-    """Let an engine use a drafter that knows the results of the next request."""
+    """Let an engine use a drafter that copies `results` of the same request.
+
+    Args:
+        share_right: the share of proposals that are copied, and therefore right.
+    """
 
     def next_token(sequence: EngineSequence, tokens: Sequence[int]) -> int:
         outputs = results.tokens[sequence.choice]

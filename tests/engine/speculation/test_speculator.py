@@ -1,4 +1,4 @@
-"""What the speculator tells the policy, and what it learns from verifications."""
+"""Values that the speculator passes to the policy, and effects of verifications."""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.rigs.shadow import add, expected_output, make_core, run_until_idle
 
 
 class RecordingPolicy(VerifyEverything):
-    """Verifies everything, and keeps the rates that it got."""
+    """Verifies all proposals, and records the rates that the speculator passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ def test_each_drafter_has_its_own_rate():
 
 
 class _Fickle:
-    """Proposes only while the newest token is unknown, so that nothing is left to
-    verify once the engine has waited for it."""
+    """Proposes only while the engine awaits the newest token. When this token is known,
+    no proposal is left to verify."""
 
     name = "fickle"
     uses_device = False
@@ -87,7 +87,7 @@ def test_drafters_do_not_search_while_the_policy_allows_no_proposal(depth):
     drafter.propose = counted_propose  # type: ignore[method-assign]
     policy = SpeculationPolicy()
     core, executor, out = make_core(depth=depth, drafters=[drafter], policy=policy)
-    # As many steps as the policy needs to measure steps without proposals.
+    # The request ends when the policy has measured enough steps without proposals.
     run_until_idle(core, add("a", [3, 1, 4], 1 + MIN_PLAIN_STEPS))
     assert out.tokens("a") == expected_output([3, 1, 4], 1 + MIN_PLAIN_STEPS)
     assert not calls
@@ -95,7 +95,7 @@ def test_drafters_do_not_search_while_the_policy_allows_no_proposal(depth):
 
 
 class _Recording(VerifyEverything):
-    """Remembers which steps were delayed."""
+    """Records which steps were delayed by waiting for a drafter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,5 +118,5 @@ def test_steps_that_waited_for_a_drafter_are_no_measurement_of_plain_steps(
     run_until_idle(core, add("a", prompt, 12))
     assert out.tokens("a") == expected_output(prompt, 12)
     assert any(policy.delays) == is_delayed
-    # At the end, there is no place left for a proposal.
+    # The last step is never delayed, because no proposal fits before its token.
     assert executor.num_steps_ahead == executor.num_steps - 1 - sum(policy.delays)

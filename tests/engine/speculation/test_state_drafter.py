@@ -1,7 +1,7 @@
 """MTP layers and EAGLE-3 in an engine, with trained drafters in float32.
 
-Proposals are compared with those of the drafter alone, which computes each of them from
-the complete sequence. A wrong state, token or position would change them.
+Proposals are compared with a LoneDrafter, which computes each proposal from the
+complete sequence. A wrong state, token or position would change the proposals.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3)
 
 
 class _SometimesVerify(SpeculationPolicy):
-    """Alternates between steps with proposals and long runs of steps without."""
+    """Alternates between steps with proposals and many steps without proposals."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ def _run_mixture(core: EngineCore, seed: int) -> list[str]:
     """Run requests with shared prefixes, choices and aborts. Return their names."""
     rng = random.Random(seed)
     prefix = [rng.randrange(VOCAB) for _ in range(25)]
-    # At a multiple of the block size, a block would be shared by sequences that
-    # continue with different tokens.
+    # No prefix ends at a block boundary. Otherwise, sequences that continue with
+    # different tokens would share the prefix's last block.
     lens = [n for n in range(25) if n % BLOCK_SIZE or n == 0]
     unsent = []
     for number in range(7):
@@ -232,7 +232,7 @@ def test_second_turn_sees_the_draft_kv_of_the_first(lone) -> None:
         assert usage is not None and usage.skipped == 32
         assert checked.num_proposed > num_compared
         assert not checked.failures, checked.failures[0]
-        # The last tokens of the first turn were drawn, but not drafted.
+        # The last tokens of the first turn were drawn, but have no draft KV.
         assert set(checked.num_skipped) == {0, BLOCK_SIZE}
 
 
@@ -251,8 +251,8 @@ def test_context_begins_at_the_first_state_without_draft_kv(lone) -> None:
 
 
 def test_block_of_another_continuation_keeps_its_last_token(lone) -> None:
-    """Two prompts share blocks and differ in the token after them, which the last
-    position of the blocks reads."""
+    """Two prompts share full blocks and differ in the next token. The draft KV of the
+    last shared position depends on this next token."""
     shared = [3 * index % 101 for index in range(16)]
     with _ranks("mtp-gqa") as ranks:
         drafter: Any = ranks.drafts[0].make_drafter(ranks.executor)
@@ -269,7 +269,7 @@ def test_block_of_another_continuation_keeps_its_last_token(lone) -> None:
 
 
 def test_sequence_may_end_before_the_drafter_follows_its_step() -> None:
-    """As when a step waits for the masks of grammars, while the step before ends."""
+    """This happens when a step waits for grammar masks while the previous step ends."""
     with _ranks("mtp-gqa") as ranks:
         drafter: Any = ranks.drafts[0].make_drafter(ranks.executor)
         core, _ = _core(ranks, drafter)
@@ -286,7 +286,7 @@ def test_sequence_may_end_before_the_drafter_follows_its_step() -> None:
 
 
 def test_drafter_that_fails_is_turned_off_and_no_request_notices(caplog) -> None:
-    """A step behind a prompt fails, and later a step of a round."""
+    """Depending on the run, the step that follows a prompt or a later step fails."""
     prompt = list(range(30))
     outputs = []
     for num_launches in (None, 0, 1, 5):
@@ -330,7 +330,7 @@ class _Switch(SpeculationPolicy):
 def test_drafter_that_does_not_pay_follows_no_streams_until_it_wakes(
     lone, monkeypatch
 ) -> None:
-    """It still computes draft KV of prompts, with which it begins when it wakes."""
+    """A sleeping drafter still computes draft KV of prompts, to use it after waking."""
     monkeypatch.setattr("engine.speculation.dormancy.AWAKE_STEPS", 6)
     monkeypatch.setattr("engine.speculation.dormancy.ASLEEP_STEPS", 20)
     with _ranks("mtp-gqa") as ranks:
@@ -358,14 +358,14 @@ def test_drafter_that_does_not_pay_follows_no_streams_until_it_wakes(
         assert core.speculator._dormancy.is_asleep and not checked.num_proposed
         run_until_idle(core)
     assert checked.num_proposed and not checked.failures, checked.failures[0]
-    # It sees two full blocks of the prompt, and what it has followed since it woke.
+    # The drafter sees two full blocks of the prompt, and the tokens since it woke.
     num_outputs = len(out.tokens("r"))
     assert num_outputs == 50 and 0 < min(checked.num_skipped) < num_outputs
 
 
 @pytest.mark.parametrize("kind", ["mtp-mla", "eagle3-gqa"])
 def test_pulled_prompts_are_continued_with_proposals(lone, kind) -> None:
-    """The prefill server has no drafter, so the drafter sees tokens of the answer."""
+    """P has no drafter, so the drafter of D sees only tokens of the answer."""
     prompt = [3 * index % 101 for index in range(61)]
     folder, speculate = engine_options(kind, 3)
     requests = [
@@ -412,8 +412,8 @@ def _checked_drafter(engine: RealEngine, lone: LoneDrafter) -> CheckedDrafter:
 def test_drafter_sees_the_draft_kv_of_a_prefill_server_with_the_same_drafter(
     lone, kind, p_block_size, num_tokens, options
 ) -> None:
-    """Draft KV that was not pulled would be NaN here. Only that of the last token of
-    the prompt is missing, because P does not compute the token after it."""
+    """Draft KV that is not pulled is NaN. Only the draft KV of the prompt's last token
+    is missing, because P does not compute the token after the prompt."""
     prompt = [3 * index % 101 for index in range(num_tokens)]
     folder, speculate = engine_options(kind, 3)
     with RealPair(
@@ -429,7 +429,7 @@ def test_drafter_sees_the_draft_kv_of_a_prefill_server_with_the_same_drafter(
         out = pair.prefill_and_decode(add("first", prompt, 24))
         assert sum(end.accepted_tokens for end in out.terminals("first")) > 3
         assert set(checked.num_skipped) == {1}
-        # D lends the blocks of the prompt with their draft KV, too.
+        # A second request on D reuses cached blocks of the prompt and their draft KV.
         checked.num_skipped.clear()
         pair.decode_only(add("second", [*prompt[:42], 7, 8, 9], 20))
     assert checked.num_skipped and max(checked.num_skipped) <= 4

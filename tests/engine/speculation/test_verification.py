@@ -1,8 +1,8 @@
 """Verification of proposals in the engine core, against a shadow of the KV cache
 (tests/rigs/shadow.py).
 
-Whatever a drafter proposes, every request gets the tokens that it would get without a
-drafter, with its KV, penalties and ends.
+Whatever a drafter proposes, every request gets the same tokens, KV, penalties and end
+as without a drafter.
 """
 
 import random
@@ -140,7 +140,7 @@ def test_windows_are_right_after_rejected_proposals(depth, seed):
 
 @pytest.mark.parametrize("share_right", [0.0, 0.6, 1.0])
 def test_penalties_count_the_tokens_that_were_kept(depth, share_right):
-    """The executor asserts that each draw's penalties have counted its context."""
+    """The executor asserts that the penalties of each draw count all of its context."""
     drafter = RandomDrafter(share_right, random.Random(6))
     core, _, out = make_core(
         depth=depth, num_blocks=64, drafters=[drafter], policy=VerifyEverything()

@@ -1,5 +1,5 @@
-"""The first hit in a region costs no more than later ones: engines are connected to the
-region, or have mapped its memory, before a request needs it.
+"""The first hit in a region costs no more than later hits: engines connect to the
+region, or map its memory, before a request needs it.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from tests.rigs.stores import Store, TieredGroup
 
 
 def is_connected(engine: Engine) -> bool:
-    """Return whether all ranks can read the region: mapped, or over a link."""
+    """True if all ranks can read the region, from mapped memory or over a link."""
     peers = [
         peer
         for worker in engine.workers

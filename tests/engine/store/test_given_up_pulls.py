@@ -1,5 +1,5 @@
-"""A pull from another engine is given up before it begins. What the store has of the
-prompt is then pulled from the store, and is not computed.
+"""A pull from another engine is given up before it begins. The tokens that the store
+has are then pulled from the store instead of being computed.
 """
 
 import threading
@@ -90,7 +90,7 @@ def test_grammar_that_is_compiled_during_the_lookup_admits_its_request_only_once
 
 
 def test_store_is_not_asked_if_its_kv_has_become_slower_than_computing():
-    """Another engine is asked first, and does not have the prompt."""
+    """The engine of the hint is queried first, and does not have the prompt."""
     store = Store()
     other, reader = (Engine(store_link=store.link(), mode="auto") for _ in range(2))
     with TieredGroup(store, other, reader) as group:

@@ -1,5 +1,5 @@
-"""What an engine knows of its store: the report for proxies, and lookups whose answer
-is that the store has no more than the engine.
+"""The store of an engine as a second tier of its KV cache: reports for proxies,
+lookups, mapping of the region, and demotions.
 """
 
 import math
@@ -34,7 +34,7 @@ def test_engines_of_one_store_report_it_with_what_pulls_from_it_cost():
 
 
 def test_cached_prefix_is_the_last_to_be_evicted_during_its_lookup():
-    """The engine computes what it has evicted when the answer arrives."""
+    """Blocks that the engine evicts before the store answers must be recomputed."""
     store = Store()
     engine = Engine(store_link=store.link())
     with TieredGroup(store, engine) as group:
@@ -54,7 +54,7 @@ def test_cached_prefix_is_the_last_to_be_evicted_during_its_lookup():
 
 
 def test_requests_are_computed_while_the_region_is_being_mapped():
-    """A GPU locks the memory of a large region for seconds."""
+    """Locking the memory of a large region for a GPU takes seconds."""
     store = Store()
     link = FixedLink()
     engine = Engine(store_link=link, launch_bytes=1 << 20)
@@ -110,7 +110,8 @@ def test_drain_can_see_when_the_store_has_all_that_was_offered():
 
 
 def test_lookup_ends_when_a_pull_can_save_no_more_time():
-    """The store is asked again for the next prompt, because it was not slow."""
+    """The next request queries the store again, because the lookup was shorter than
+    MIN_STALL_S."""
     store = Store()
     engine = Engine(mode="auto", store_link=store.link())
     with TieredGroup(store, engine) as group:
@@ -134,7 +135,7 @@ def test_lookup_ends_when_a_pull_can_save_no_more_time():
 
 
 def test_store_that_was_paused_meanwhile_is_not_queried_after_another_engine():
-    """The engine of the hint has evicted the prompt, and the store has it."""
+    """The engine of the hint does not have the prompt, but the store has it."""
     store = Store()
     a, b = Engine(), Engine(store_link=store.link())
     with TieredGroup(store, a, b) as group:
@@ -152,7 +153,8 @@ def test_store_that_was_paused_meanwhile_is_not_queried_after_another_engine():
 
 
 def test_next_piece_of_a_prompt_waits_for_the_pull_of_the_one_before():
-    """The engine has seen the end of the first pull, but the region has not yet."""
+    """The engine offers the next piece before the region has processed the end of the
+    first pull."""
     store = Store()
     engine = Engine(store_link=store.link())
     store_demotions = store.region.demotions

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def tiers(folder: Path, sizes: tuple[int, int, int]) -> TieredGroup:
-    """Return two engines of unlike geometry with one store."""
+    """Return two engines of different geometries with one store."""
     links = [FixedLink(), FixedLink()]
     engines = [
         RealEngine(folder, block_size=size, order=order, verify="all", store_link=link)
@@ -47,7 +47,7 @@ def tiers(folder: Path, sizes: tuple[int, int, int]) -> TieredGroup:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_evicted_conversation_continues_as_transformers_does(name, sizes, tmp_path):
-    """Turns alternate between two engines, which lose their KV after each of them."""
+    """Turns alternate between two engines. After a turn, its engine evicts all KV."""
     architecture, options = CASES[name]
     reference = make(architecture, tmp_path, **options)
     with tiers(tmp_path, sizes) as group:
@@ -62,7 +62,7 @@ def test_evicted_conversation_continues_as_transformers_does(name, sizes, tmp_pa
             group.settle()
             evict_all(engine)
             text += [*expected, 7, turn]
-        # A stream that has lost its engine continues on the other one.
+        # A stream that has lost its engine continues on the other engine.
         expected = continued(reference, text, NUM_TOKENS)
         engine = group.engines[1]
         resumed = add(

@@ -1,8 +1,8 @@
-"""KV of engines is demoted to a region, and promoted from it after it was evicted, or
-after its engine has ended.
+"""Engines demote KV to a region. The KV is promoted from the region after its engine
+has evicted it or has ended.
 
-The KV of the shadow model holds token ids, so wrong KV shows in the output, which every
-`complete` checks.
+The KV of the shadow model holds token ids, so wrong KV changes the output. Every
+`complete` checks the output.
 """
 
 from collections.abc import Callable, Iterator
@@ -292,7 +292,7 @@ def test_full_region_evicts_what_was_used_least_recently(make_tiers):
 
 
 def test_long_prompt_is_demoted_piece_by_piece(make_tiers):
-    """At most an eighth of 40 blocks is leased for demotions at any time."""
+    """At any time, at most an eighth of the pool's blocks is leased for demotions."""
     group = make_tiers({"max_num_batched_tokens": 64})
     (engine,) = group.engines
     num_leased = []
@@ -482,7 +482,7 @@ def test_full_queues_drop_the_oldest_offers(make_tiers, monkeypatch):
 
 
 def test_hung_store_keeps_no_blocks_from_waiting_requests(make_tiers):
-    """Each request needs all blocks, also those that are leased to the store."""
+    """Each request needs all blocks, including blocks that are leased to the store."""
     group = make_tiers({"num_blocks": 17, "max_model_len": 64})
     (engine,) = group.engines
     group.store.stall()

@@ -1,4 +1,4 @@
-"""Prompts that requests ask to keep, in the KV store of a host."""
+"""The KV store of a host, and prompts that requests mark for retention."""
 
 from protocol.messages import Retention
 from tests.engine.store.test_region import evict_all

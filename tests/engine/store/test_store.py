@@ -226,7 +226,7 @@ def test_share_for_less_than_one_sequence_is_refused_with_the_needed_size(make_s
 
 
 class SlowAgents:
-    """Makes the agents of regions, once `may_continue` is set."""
+    """Makes agents of regions. Each call waits until `may_continue` is set."""
 
     def __init__(self) -> None:
         self.may_continue = threading.Event()
@@ -374,7 +374,7 @@ def test_region_with_other_layers_than_its_kv_is_refused(make_store, group_layer
 
 
 def check_refused(make_store: Any, spec: RegionSpec) -> None:
-    """Check that the store refuses a region, and still opens a possible one."""
+    """Check that the store refuses a region, and still opens a valid region."""
     store = make_store()
     assert "it must" in refusal(store, spec)
     opened(store)

@@ -22,7 +22,7 @@ from tests.rigs.shadow import VOCAB, expected_output, windowed_output
 from tests.rigs.stores import Store, TieredGroup
 
 WINDOWS = [KVGroups((None, 6, 6)), KVGroups((7,)), KVGroups((None, 2, 9))]
-# Longer pulls than these have failed, or hang.
+# Pulls that take longer than this timeout have failed, or hang.
 SETTINGS = PullSettings(pull_timeout_s=0.2, drain_grace_s=0.01, fence_timeout_s=2.0)
 
 
@@ -51,7 +51,7 @@ class TierChaos:
         self.prefixes = [
             [self.random.randrange(VOCAB) for _ in range(30)] for _ in range(3)
         ]
-        # The engine, prompt, number of tokens and resumed tokens, by name.
+        # By request name: the engine, prompt, and numbers of tokens and resumed tokens.
         self.requests: dict[str, tuple[Engine, list[int], int, int]] = {}
         self.aborted: set[str] = set()
         self.num_promoted = 0.0
@@ -77,7 +77,7 @@ class TierChaos:
         if self.groups:
             return WindowedEngine(self.groups, **options)
         if pick([False, True]):
-            # Rejected proposals have KV in blocks that are full later, and demoted.
+            # KV of rejected proposals is in blocks that later become full and demoted.
             drafter = RandomDrafter(0.7, random.Random(self.random.random()))
             options |= {"drafters": [drafter], "policy": VerifyEverything()}
         return Engine(**options)
@@ -222,7 +222,7 @@ def test_faults_of_two_tiers_change_no_answer_and_leak_no_block(options):
 
 @pytest.mark.slow
 def test_random_workloads_do_promote_kv_and_accept_proposals():
-    """The workloads above would show nothing if no KV came from the store."""
+    """Without promotions and accepted proposals, TierChaos would test too little."""
     num_promoted = 0.0
     num_accepted = 0
     for seed in range(6):

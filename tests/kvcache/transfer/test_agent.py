@@ -1,6 +1,6 @@
 """The contract that every TransferAgent must fulfil.
 
-It is tested with NIXL between processes, with NIXL in one process, and with
+The contract is tested with NIXL between processes, with NIXL in one process, and with
 MemoryAgent.
 """
 
@@ -74,9 +74,9 @@ def nixl_agent(**options: Any) -> TransferAgent:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[MemoryPeer]]:
-    """A list with the process of the peer that all tests of this module share.
+    """A list. Its last entry is the peer process that all tests of this module share.
 
-    After a test has killed the process, the next test starts a new one.
+    If a test has killed the process, the next test appends a new process.
     """
     started: list[MemoryPeer] = []
     yield started
@@ -169,7 +169,7 @@ def test_read_from_a_dead_peer_fails_and_other_peers_stay_readable(reader):
         except TransferFailed:
             return True
 
-    wait_until(fails)  # some transports notice the death only after a moment
+    wait_until(fails)  # some transports detect a dead peer only after a delay
     second = LocalPeer(reader.agent.new_sibling())
     assert second.agent.name != reader.agent.name
     try:

@@ -1,4 +1,4 @@
-"""The coordinator without a worker, one round at a time. The test acts as the rank."""
+"""The pull coordinator without a worker. The test runs each round and sends reports."""
 
 import os
 import sys
@@ -26,10 +26,9 @@ from tests.rigs.memory_pair import DEADLINE_S, SECRET, Clock, Prefill, compat
 
 
 class Driven(PullCoordinator):
-    """A coordinator that the test drives, with one rank, for which the test sends
-    reports.
+    """A coordinator that runs a round only when the test calls `run_round`.
 
-    No KV is read.
+    The test also sends the reports of the only rank. No KV is read.
     """
 
     def __init__(self) -> None:
@@ -48,8 +47,8 @@ class Driven(PullCoordinator):
         self.commands += self.receive(DEADLINE_S)
 
     def read(self, prefill: Prefill, *pull_ids: str) -> None:
-        """Starts pulls. Returns when the coordinator has sent the rank the commands to
-        read.
+        """Starts pulls, and runs rounds until the coordinator has sent the rank the
+        commands to read.
         """
         for pull_id in pull_ids:
             self.pull(pull_id, prefill.lease([3], 8), 0, 8, [1])
@@ -72,8 +71,8 @@ def rank_ended(pull_id: str, *, complete: bool = True) -> RankEnded:
 
 
 def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monkeypatch):
-    """A report must not be lost by an error in a different one: no rank reports its end
-    twice, so the blocks would stay quarantined.
+    """An error in one report must not lose other reports. A rank reports its end only
+    once, so the blocks of a lost report would stay quarantined.
     """
     reported = PullState.on_report
 
@@ -91,7 +90,7 @@ def test_report_that_raises_does_not_block_other_reports(rig, coordinator, monke
         isinstance(failed, PullFailed) and failed.pull_id == "fine" and failed.drained
     )
     assert isinstance(failed.error, InternalError)
-    # The coordinator stops the pull on the rank, which answers in any case.
+    # The coordinator sends StopPull to the rank. The rank always answers it.
     assert StopPull("broken") in coordinator.receive(0.0)
     coordinator.report(rank_ended("broken", complete=False))
     (failed,) = coordinator.drain()
@@ -126,8 +125,8 @@ def test_successful_pull_does_not_close_the_circuit_while_a_second_pull_hangs(
 
 
 def test_start_of_a_pull_does_not_inspect_the_other_open_pulls(rig, coordinator):
-    """If it did, the start of many pulls that wait for one handshake would take
-    quadratic time.
+    """Otherwise, starting many pulls that wait for one handshake would take quadratic
+    time.
     """
     prefill = rig(Prefill)
     coordinator.read(prefill, *(f"open-{number}" for number in range(8)))

@@ -1,5 +1,5 @@
 """Copies from mapped memory, by three methods: torch, the kernel's arithmetic, and copy
-engines. All of them run on the CPU here.
+engines. In these tests, all three methods run on the CPU.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ def place_runs(
     target: torch.Tensor,
     scale_factors: ScaleFactors,
 ) -> None:
-    """Does what a GPU would do: contiguous runs as copy engines copy them, all other
-    copies as the kernel does.
+    """Copies like a GPU: contiguous runs as copy engines copy them, all other copies
+    with the kernel's arithmetic.
     """
     if not run_bytes_of(copy, scale_factors):
         place_units(copy, source, target, scale_factors)
@@ -176,7 +176,7 @@ def side(order: str = "BHLCND", tp: int = 1, size: int = 8) -> Side:
     [
         # 24 (heads, layers and components) x tokens x elements.
         (side(), side(), 0, [24 * 8 * 8]),
-        # The part of the first block is not a single run, so its entry is 0.
+        # Only a part of the first block is copied, in several runs: its entry is 0.
         (side(), side(), 3, [0, 24 * 8 * 8]),
         (side(), side(tp=2), 0, [12 * 8 * 8]),
         (side(tp=4), side(tp=2), 0, [6 * 8 * 8] * 2),

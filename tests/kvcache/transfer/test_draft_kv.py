@@ -1,4 +1,4 @@
-"""The KV of a drafter is pulled with that of the model, whatever the geometries are."""
+"""The KV of a drafter is pulled with the model's KV, for any pair of geometries."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TWO_HEADS = {"heads": 2}
 def draft_kv(
     decode: Decode, heads: int, blocks: list[int], start: int, stop: int
 ) -> Any:
-    """Return what D has: [token, head, component, element]."""
+    """Return the draft KV in D's pools: [token, head, component, element]."""
     rows = []
     for token in range(start, stop):
         by_head: dict[int, Any] = {}
@@ -38,7 +38,7 @@ def draft_kv(
 def expected_kv(
     prefill: Prefill, heads: int, remote: RemotePrefill, start: int, stop: int
 ) -> Any:
-    """Return what P has."""
+    """Return the draft KV in P's pool: [token, head, component, element]."""
     size = remote.block_size
     token, head, component, element = np.meshgrid(
         np.arange(start, stop),
@@ -157,7 +157,7 @@ def test_draft_pool_outside_of_the_memory_is_refused(rig, edit, field):
 
 
 def test_drafters_of_one_fingerprint_with_unequal_layouts_share_nothing(rig):
-    """A plan is impossible, which must not fail pulls of the model's KV."""
+    """No plan for the draft KV is possible. Pulls of the model's KV must not fail."""
     prefill = rig(Prefill, drafter={"heads": 2, "head_dim": 8})
     decode = rig(Decode, drafter=TWO_HEADS)
     decode.pull("a", prefill.lease([5], 8), 0, 8, [3])

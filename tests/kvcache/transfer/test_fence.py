@@ -34,7 +34,7 @@ class GatedMapper(Placer):
 
 
 class Gate:
-    """Makes placers that report launches as finished when the test opens the gate."""
+    """Makes placers that report no launch as finished until the test opens the gate."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

@@ -40,7 +40,7 @@ RARELY = st.sampled_from([False, False, False, True])
 
 
 class Engine:
-    """One incarnation of P."""
+    """One incarnation of P, the prefill engine."""
 
     def __init__(self, number: int) -> None:
         self.incarnation = str(number)
@@ -67,7 +67,7 @@ class Pulling:
 
     state: PullState
     source: Engine
-    # By rank: the blocks that it still has to read. Ranks that have ended are absent.
+    # By rank: the blocks that the rank must still read. Ended ranks are absent.
     unread: dict[int, list[int]] = field(default_factory=dict)
     read_content: list[str] = field(default_factory=list)
     is_done: bool = False
@@ -212,7 +212,7 @@ class FenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(pulling.unread for pulling in self.pullings))
     @rule(data=st.data(), count=st.integers(1, 4), goes_astray=st.booleans())
     def read(self, data: st.DataObject, count: int, goes_astray: bool) -> None:
-        """A rank reads some blocks. It ends after the last one."""
+        """A rank reads some blocks. The rank ends after its last block."""
         pulling = data.draw(st.sampled_from([p for p in self.pullings if p.unread]))
         rank = data.draw(st.sampled_from(sorted(pulling.unread)))
         is_wrong = goes_astray and not pulling.source.is_alive
@@ -265,7 +265,7 @@ class FenceMachine(RuleBasedStateMachine):
                     )
                     pulling.is_done = True
 
-    # -- between them
+    # -- messages between P and D
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), is_lost=RARELY, is_repeated=RARELY)
@@ -303,7 +303,7 @@ class FenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pullings)
     @rule(data=st.data())
     def proceed_without_faults(self, data: st.DataObject) -> None:
-        """Without faults, a pull's messages arrive and its ranks read."""
+        """All messages of one pull arrive, and its ranks read blocks without faults."""
         pulling = data.draw(st.sampled_from(self.pullings))
         for _ in range(3):
             for message in [m for m in self.requests if m.pulling is pulling]:

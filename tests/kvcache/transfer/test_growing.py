@@ -183,8 +183,8 @@ def test_computed_blocks_are_read_while_the_rest_is_computed(
 def subscribed(
     rig: Any, verify: str = "off", **settings: float
 ) -> tuple[Prefill, Decode, Prompt]:
-    """Returns both sides and a prompt. D's pull of it, "a", has read one chunk of 16
-    tokens.
+    """Returns both sides and a prompt. D's pull "a" has read one chunk of 16 tokens of
+    the prompt.
     """
     prefill = rig(Prefill, digests=verify != "off")
     decode = rig(Decode, verify=verify, settings={**PATIENT, **settings})
@@ -214,7 +214,7 @@ def test_pull_fails_if_the_lender_stops_computing_the_prompt(rig):
 
 
 def test_only_one_of_two_borrowers_gets_a_growing_lease(rig):
-    """Both borrowers read, but the lease ends with the first fence. So the second pull
+    """Both borrowers read, but the first fence ends the lease. So the second pull
     fails.
     """
     prefill, decode, prompt = subscribed(rig)

@@ -205,7 +205,7 @@ def test_wrong_secret_is_refused_and_counted_and_changes_nothing(server):
 
 
 def raw_exchange(server: Server, *messages: bytes) -> Any:
-    """Sends raw messages. Returns the answer to the last one."""
+    """Sends raw messages. Returns the last answer that arrives."""
     with socket.create_connection(server.address, DEADLINE_S) as raw:
         wire = Wire(raw, 1 << 20)
         for message in messages:
@@ -216,7 +216,7 @@ def raw_exchange(server: Server, *messages: bytes) -> Any:
 
 
 def signed(payload: bytes) -> bytes:
-    """Returns a payload with a valid MAC, as from a newer or a faulty peer."""
+    """Returns a payload with a valid MAC, as a newer or a faulty peer might send it."""
     from protocol import handshake
 
     return handshake._mac(b"baton side channel request", payload, SECRET) + payload
@@ -322,7 +322,7 @@ def test_silent_strangers_do_not_block_other_connections(server, monkeypatch):
 
 
 def _flood(address: tuple[str, int], data: bytes, is_over: threading.Event) -> None:
-    """Sends `data` over one new connection after the other, until `is_over`."""
+    """Sends `data` over one new connection after the other, until `is_over` is set."""
     while not is_over.is_set():
         with suppress(OSError), socket.create_connection(address, DEADLINE_S) as raw:
             raw.sendall(data)
@@ -374,7 +374,7 @@ def test_first_invalid_message_closes_the_connection(server):
 
 
 def test_messages_sent_before_the_connection_broke_are_processed(server):
-    """The reader has closed its socket, so P cannot answer, but must process the
+    """The reader has closed its socket, so P cannot answer. P must still process the
     messages.
     """
     leases = [server.grant("r", [block], 60.0) for block in (1, 2)]

@@ -1,6 +1,7 @@
 """Host memory is locked piece by piece.
 
-The driver is replaced by a record of its calls. The memory and its population are real.
+A class that records calls replaces the GPU driver. The memory is real, and its pages
+are really populated.
 """
 
 import mmap
@@ -18,7 +19,9 @@ MIB = 1 << 20
 
 
 class Driver:
-    """Records which memory is locked, and how much of it had pages at that time."""
+    """Replaces the GPU driver. Records which memory is locked, and how many bytes of
+    the mapping were resident at each call.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.locked: dict[int, int] = {}
@@ -41,7 +44,7 @@ class Driver:
 
 
 def _resident_bytes(address: int) -> int:
-    """The bytes that have pages in the mapping that contains an address."""
+    """Number of resident bytes of the mapping that contains `address`."""
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         fields = line.split()

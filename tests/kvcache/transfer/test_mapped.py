@@ -1,6 +1,6 @@
 """Pulls from mapped memory, without a GPU.
 
-P's pools are in this process, and MemoryPlacer copies.
+P's pools are in this process, and MemoryPlacer copies the KV.
 """
 
 import itertools
@@ -102,8 +102,8 @@ def test_pull_continues_when_the_placer_accepts_launches_again(rig):
     prefill, decode, mapper = sides(rig)
     mapper.claim_results = [0, 0, 1, 0, 1 << 20, 0]
     pull(decode, prefill)
-    # The claim that returned 1 byte launched one block, and the next successful claim
-    # launched all others. Only the last 0 is left.
+    # The claim that returned 1 byte launched one block. The next successful claim
+    # launched all other blocks. Only the last 0 was not used.
     assert mapper.claim_results == [0]
 
 
@@ -210,7 +210,7 @@ def test_a_restarted_peer_is_unmapped_and_its_successor_mapped(rig, port):
 
 
 def test_a_peer_that_dies_idle_is_unmapped(rig):
-    """A mapping keeps memory allocated, which the peer's successor would lack."""
+    """A mapping keeps memory allocated that the peer's successor needs."""
     prefill, decode, mapper = sides(rig, settings={"side_channel_timeout_s": 0.2})
     pull(decode, prefill)
     prefill.server.close()

@@ -229,7 +229,7 @@ os._exit(0)
 
 
 def test_closed_agent_writes_nothing_when_its_stopped_peer_continues():
-    """Releasing READs and deregistering memory would not be enough: bytes would still
-    arrive.
+    """It is not enough to release READs and to deregister memory: bytes of the READs
+    would still arrive.
     """
     assert "late: 0\n" in run_program(STOPPED, UCX_TLS="tcp,self")

@@ -1,4 +1,4 @@
-"""`place`, which copies KV with torch: conversions, and the number of views."""
+"""`place`, which copies KV with torch: its conversions, and the number of its views."""
 
 from itertools import product
 

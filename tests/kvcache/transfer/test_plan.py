@@ -155,8 +155,8 @@ def check_remembered_plans(
     costs: list,
     place_copy: Any,
 ) -> None:
-    """Let one planner plan many pulls. It remembers decisions, but every plan must be
-    correct for its own pull.
+    """Let one planner plan many pulls. The planner remembers decisions, but every plan
+    must be correct for its own pull.
     """
     d_rank %= pulls[0].d.tp
     pulls = [with_dtypes(case, *dtypes) for case in pulls]
@@ -177,7 +177,7 @@ RANKS = st.integers(0, 7)
 STAGING_BLOCKS = st.integers(1, 6)
 COST_LISTS = st.lists(st.sampled_from(_COSTS), min_size=5, max_size=5)
 DIRECT = partial(given(cases(), RANKS), check_direct)
-# With torch, or with the kernel's arithmetic.
+# Functions that copy with torch, or with the kernel's arithmetic.
 PLACE_FUNCTIONS = st.sampled_from([place, place_units])
 REMEMBERED = partial(
     given(pulls(), RANKS, STAGING_BLOCKS, DTYPES, COST_LISTS, PLACE_FUNCTIONS),
@@ -217,8 +217,8 @@ def side(
 
 
 def scattered(dense_side: Side) -> Side:
-    """Return the side with every second block of its pool, so that no two are
-    adjacent.
+    """Return the side with its even blocks followed by its odd blocks, so that no two
+    consecutive blocks are adjacent.
     """
     count = len(dense_side.blocks)
     return dataclasses.replace(

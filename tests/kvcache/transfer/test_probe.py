@@ -34,7 +34,7 @@ def measured(decode: Decode) -> Any:
 
 @pytest.fixture
 def costs_of_plans(monkeypatch: Any) -> list[CostModel]:
-    """A list of the costs that each plan was made with, in order."""
+    """A list to which the costs of each plan are appended."""
     used_costs: list[CostModel] = []
     plan = Planner.plan
 
@@ -49,8 +49,8 @@ def costs_of_plans(monkeypatch: Any) -> list[CostModel]:
 def stalled_probe(
     rig: Any, pull_ids: list[str], **options: Any
 ) -> tuple[Prefill, Decode]:
-    """Returns both sides. D has pulls that wait for a probe, which hangs until the
-    agent's `resume`.
+    """Returns both sides. D has pulls that wait for a probe. The probe hangs until
+    `resume` of D's agent is called.
     """
     prefill = rig(Prefill)
     decode = rig(Decode, staging_bytes=4 << 20, **options)

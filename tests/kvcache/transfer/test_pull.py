@@ -89,8 +89,8 @@ def test_many_pulls_at_once_from_two_peers(rig):
 
 
 def test_invalid_block_table_reads_nothing_and_the_next_pull_succeeds(rig):
-    """The valid pulls before and after the invalid ones are equal, so their plan is
-    remembered.
+    """The valid pulls before and after the invalid pulls have the same shape, so the
+    planner reuses the first plan.
     """
     prefill = rig(Prefill)
     decode = rig(Decode)
@@ -225,7 +225,7 @@ def test_inconsistent_or_incompatible_peers_are_not_read(rig, p, d, message):
     assert isinstance(error, PeerIncompatible)
     assert re.search(message, f"{error.param}: {error.message}")
     assert not any(pool.tensor.any() for pool in decode.pools)
-    # Messages with "^" are from the handshake, so nothing was read.
+    # Patterns with "^" match errors of the handshake, after which nothing may be read.
     if message.startswith("^"):
         assert all(worker.counters["posts"] == 0 for worker in decode.workers)
     # The lease is aborted at once, so that P can free its blocks.
@@ -353,7 +353,7 @@ def test_hanging_reads_do_not_block_other_peers(rig):
     decode.until(lambda: agent.active >= 2)
     remote = other.lease([6], 8)
     decode.pull("b", remote, 0, 8, [7])
-    assert agent.active == 2  # the limit of READs from one peer
+    assert agent.active == 2  # the maximum number of active READs from one peer
     decode.coordinator.cancel("hung")
     assert decode.wait(PullStuck) == PullStuck("hung")
     decode.coordinator.pull("c", remote := other.lease([7], 8), 0, 8, [1])

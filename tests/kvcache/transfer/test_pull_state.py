@@ -54,7 +54,7 @@ from tests.rigs.memory_pair import REMOTE, pull_command
 SETTINGS = PullSettings(
     pull_timeout_s=30, fence_timeout_s=5, fence_retry_s=1, drain_grace_s=0.25
 )
-RIGHT_DIGEST = bytes(range(8))  # a digest
+RIGHT_DIGEST = bytes(range(8))  # the digest of correct KV
 ERROR = ErrorInfo("transfer_failed", "broken")
 ORDER = pull_command("a", REMOTE, 0, 16, [1])
 LEASE = {"incarnation": REMOTE.incarnation, "lease_id": REMOTE.lease_id}
@@ -119,7 +119,7 @@ def failure(actions: list[Action]) -> PullFailed:
 def test_the_fence_waits_for_every_rank():
     pull = reading_pull()
     assert pull.on_report(ended(1), now=2.0) == []
-    assert pull.on_report(ended(1), now=2.0) == []  # a report counts once
+    assert pull.on_report(ended(1), now=2.0) == []  # a repeated report is ignored
     assert pull.on_report(ended(0), now=3.0) == [COMPLETE]
     assert pull.on_reply(FENCED, now=3.5) == [
         PullDone("a", 20, 4, 2.5, "direct", 0.5, 16)
@@ -418,8 +418,8 @@ class PullMachine(RuleBasedStateMachine):
             assert not (isinstance(last, PullFailed) and not last.drained)
 
     def teardown(self) -> None:
-        """Check that after the last READ, every pull that has begun ends by its
-        timeouts.
+        """Check that every pull that has begun ends by its timeouts after its last READ
+        has ended.
         """
         for rank in sorted(self.reading):
             self.reading.discard(rank)

@@ -23,8 +23,8 @@ from tests.rigs.process_pair import run_program
 
 
 class Rank:
-    """A worker and its link. Commands that are sent before `start` arrive at the same
-    time.
+    """A worker and its link. The worker receives all commands that are sent before
+    `start` together.
     """
 
     def __init__(self, agent: TransferAgent | None = None) -> None:
@@ -71,7 +71,7 @@ class _Broken(MemoryAgent):
 
 
 def test_worker_ends_after_too_many_failed_rounds(rig, monkeypatch):
-    """If it stayed, its engine would accept pulls that all end in a timeout."""
+    """Otherwise, the worker's engine would accept pulls that all end in a timeout."""
     ended: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     monkeypatch.setattr(pull_worker, "_MAX_FAILURES", 3)

@@ -11,7 +11,7 @@ from tests.rigs.memory_pair import DEADLINE_S
 
 
 class Links:
-    """The coordinator's end of its links to two ranks, and the ends of the ranks."""
+    """Both ends of the links between the coordinator and two ranks."""
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(2)]

@@ -90,8 +90,8 @@ def test_pull_fails_if_the_lease_ends_while_the_digest_is_computed(rig):
 
 
 def test_lease_that_ends_after_the_digest_is_not_reported_as_corrupt_kv(rig):
-    """This may happen while D is suspended: the KV is not corrupt, but P has reused its
-    blocks.
+    """The lease may end while D is suspended. Then the KV is not corrupt, but P has
+    reused the blocks.
     """
     prefill = rig(Prefill, digests=True)
     decode = rig(Decode, verify="all")

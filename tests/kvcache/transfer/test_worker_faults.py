@@ -87,8 +87,8 @@ class FaultyAgent(MemoryAgent):
 
 
 class Rank:
-    """A worker, and ten block tables in its pool. Each table is used by one pull at a
-    time.
+    """A worker, and ten block tables in its pool. No two concurrent pulls use the same
+    table.
     """
 
     def __init__(self, rng: random.Random, faults: Faults, seed: int) -> None:

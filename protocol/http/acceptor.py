@@ -52,8 +52,8 @@ class Acceptor:
         listener: The socket. The owner of the socket closes it after calling `close`.
         factory: Creates the protocol object of a connection.
         tls_context: The TLS context; None for plain TCP.
-        open_connections: The connections that are being served. The protocol objects
-            maintain this collection.
+        open_connections: The connections that a protocol object serves, including idle
+            ones. The protocol objects maintain this collection.
         limit: Maximum number of simultaneous connections.
     """
 
@@ -71,8 +71,8 @@ class Acceptor:
         self._open_connections = open_connections
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        # Connections that are accepted but have no protocol object yet, for example
-        # because their TLS handshake is in progress.
+        # One task for each accepted connection that no protocol object serves yet, for
+        # example because its TLS handshake is in progress.
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._warned_at_s = -_WARN_INTERVAL_S
@@ -91,7 +91,7 @@ class Acceptor:
             self._retry.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits for the TLS handshakes that are in progress."""
+        """Waits until all accepted connections are open or have failed to open."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _accept(self) -> None:

@@ -1,10 +1,10 @@
-"""Access control, based only on the head of a request.
+"""Access control, which never reads the body of a request.
 
 Without API keys every client has all rights, except the rights that `check_operator`
-restricts. With API keys, a client without a key can use only the `open_paths` of
-`Access`, and ADMIN_PATHS require an admin key. The handler of a path calls `grant_of`
-to find out which details its response may contain. proxy/keys.py adds a file of keys
-with limits.
+restricts. With API keys, a client without a key can use only the open paths of
+`Access`. Other paths require a key, and an admin key if they begin with one of
+ADMIN_PATHS. Handlers call `Access.redaction` to find out whether their response may
+contain details. proxy/keys.py adds a file of keys with limits.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ logger = get_logger(__name__)
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/health", "/ready"})  # the default of `open_paths`
-# Prefixes of the paths that require an admin key.
+# Prefixes of the paths that require an admin key, unless a path is open.
 ADMIN_PATHS = (METRICS_PATH, STATS_PATH, "/ui/state", "/admin/", "/drain", "/migrate")
-# Replaces the details in a response to a client without an admin key.
+# Replaces the details in a response to a client without the rights of an admin.
 REDACTED = {"details": "are for admin keys"}
 
 
@@ -44,7 +44,7 @@ RATE_HEADERS = [*rate_headers("requests"), *rate_headers("tokens")]
 SHARE_HEADER = b"x-baton-share"  # identifies the API key of a request; see share_of
 _SHARE_CHARS = 16  # maximum length of the value of SHARE_HEADER
 UNKNOWN_KEY = "-"  # name in metrics and logs for a request without a known key
-# Label values of the metric baton_key_requests for requests with a known key.
+# Values of the label `outcome` of baton_key_requests for requests with a known key.
 _OUTCOMES = ("accepted", "limited", "forbidden")
 _GRANT = "baton.grant"  # key of the AccessGrant in ASGI's scope
 # Headers that a browser page or a proxy adds.
@@ -54,7 +54,10 @@ _ADDRESS = re.compile(rb"(localhost|[\d.]+|\[[^]]+\])(:\d*)?", re.IGNORECASE)
 
 
 def check(options: ListenOptions) -> None:
-    """Checks the options when a process starts. Warns if any client may use the server.
+    """Checks the options when a process starts.
+
+    Logs a warning if clients on other machines need no API key, unless --insecure is
+    given.
 
     Raises:
         ValueError: A TLS file cannot be used, or an option needs API keys and there are
@@ -97,7 +100,7 @@ class Key:
         """Counts a new request, and returns headers for its response.
 
         Raises:
-            RateLimited: The key has used up its limit.
+            RateLimited: The key has reached one of its limits.
         """
         return {}
 
@@ -106,7 +109,7 @@ class Key:
         the response.
 
         Raises:
-            RateLimited: The key has used up its token limit.
+            RateLimited: Too little of the key's token limit is left.
         """
         return {}
 
@@ -124,8 +127,8 @@ class Key:
 class AccessGrant:
     """The rights of one request.
 
-    A grant is a context manager. The API key counts the request as active until the
-    `with` block ends.
+    A grant is a context manager. If the request has a `charged_key`, this key counts
+    the request as active until the `with` block ends.
     """
 
     def __init__(self, key: Key | None, *, is_admin: bool) -> None:
@@ -153,7 +156,7 @@ class AccessGrant:
         """Charges an estimate of the tokens to the key, and updates `headers`.
 
         Raises:
-            RateLimited: The key has used up its token limit.
+            RateLimited: Too little of the key's token limit is left.
         """
         if self.charged_key is not None:
             self.headers = {**self.headers, **self.charged_key.charge(tokens)}
@@ -173,7 +176,8 @@ class AccessGrant:
             self.charged_key.end_request()
 
 
-_FULL_ACCESS = AccessGrant(None, is_admin=True)  # for all requests if there are no keys
+# For all requests if there are neither API keys nor cache salts by key.
+_FULL_ACCESS = AccessGrant(None, is_admin=True)
 
 
 def grant_of(scope: Mapping[str, Any]) -> AccessGrant:
@@ -182,7 +186,7 @@ def grant_of(scope: Mapping[str, Any]) -> AccessGrant:
 
 
 def share_header(grant: AccessGrant) -> list[tuple[bytes, bytes]]:
-    """Returns a header with a digest of the key's name, for telling keys apart.
+    """Returns SHARE_HEADER with a digest of the key's name as its value.
 
     The list is empty for a request without a key.
     """
@@ -195,8 +199,8 @@ def share_of(scope: Mapping[str, Any]) -> str:
     """Returns an identifier of the request's key.
 
     An engine shares its capacity equally among the identifiers of waiting requests. The
-    identifier is the value of SHARE_HEADER if the proxy sent this header, else the name
-    of the key. It is empty for a request without a key.
+    identifier is the value of SHARE_HEADER, which a proxy sends. Without this header,
+    it is the name of the key, or empty if the request has no key.
     """
     header = dict(scope["headers"]).get(SHARE_HEADER, b"").decode("latin-1")
     grant = grant_of(scope)
@@ -249,7 +253,8 @@ class Access:
 
     Args:
         metrics: Counts the requests of each key.
-        open_paths: Paths that clients without a key can use.
+        open_paths: Paths that clients without a key can use. --public-metrics adds
+            METRICS_PATH.
 
     Raises:
         ValueError: A TLS file cannot be used.
@@ -306,16 +311,17 @@ class Access:
         return None if grant_of(scope).is_admin else REDACTED
 
     def admit(self, scope: MutableMapping[str, Any]) -> AccessGrant:
-        """Checks and counts an ASGI request, and returns its grant.
+        """Checks an ASGI request, and returns its grant.
 
-        The scope stores the grant for `grant_of`. The caller must serve the request in
-        a `with` block of the grant.
+        If there are keys, requests for paths that are not open are counted. `grant_of`
+        returns the same grant. The caller must serve the request in a `with` block of
+        the grant.
 
         Raises:
             Unauthorized, Forbidden, RateLimited: The request must not be served.
             UnsupportedMediaType: A browser page of another site sent the request
                 without a preflight request.
-            InvalidRequest: The request has no valid version of Anthropic's API.
+            InvalidRequest: The version of Anthropic's API in the request is invalid.
         """
         check_content_type(scope)
         check_version(scope)

@@ -56,8 +56,8 @@ class Admission:
         self._seconds_per_token: float | None = None
         self._served_tokens = 0  # tokens that the engine has processed in the window
         self._waited_s = 0.0  # waiting time in the window before `_waiting_since_s`
-        # When the window began, or when the first prompt entered the empty queue in the
-        # window, whichever is later.
+        # The later of two times: when the window began, and when a prompt last entered
+        # the empty queue.
         self._waiting_since_s = 0.0
         # Whether the queue was empty at some time in the window. The engine then lacked
         # work, so it can be faster than the sample.
@@ -65,8 +65,8 @@ class Admission:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that all waiting prompts together count as. Tokens that
-        several prompts share count once.
+        """Number of tokens that all waiting prompts together count as; see
+        prompt_marks.py.
         """
         return self._tokens_by_priority.total()
 
@@ -220,11 +220,11 @@ class Admission:
     def _remove(
         self, entry: "QueueEntry", request_id: str, num_processed: int | None
     ) -> None:
-        """Removes a prompt, and adds a sample of the rate if the window is long enough.
+        """Removes a prompt. If it was served, the window may end with a sample.
 
         Args:
             num_processed: Tokens that the engine computed and pulled for the prompt;
-                None if the prompt has ended without a first token.
+                None if the prompt was not served.
         """
         prompt = entry.prompts.pop(request_id)
         is_served = num_processed is not None
@@ -265,10 +265,11 @@ class Admission:
     def _current_seconds_per_token(self) -> float:
         """Returns the average, or the estimate of the unfinished window if higher.
 
-        In the unfinished window, the engine has processed at most the served tokens and
-        all tokens of the oldest entry. Therefore the window's time divided by the
-        number of these tokens is a lower bound. Tokens of the oldest entry that are
-        estimated to be shared count too, because the estimate may be wrong.
+        The result is 0 before the first sample. In the unfinished window, the engine is
+        assumed to have processed the served tokens, and at most all tokens of the
+        oldest entry. Therefore the window's time divided by the number of these tokens
+        is a lower bound. Tokens of the oldest entry that are estimated to be shared
+        count too, because the estimate may be wrong.
         """
         average = self._seconds_per_token
         oldest = next(iter(self._entries), None)
@@ -318,7 +319,8 @@ class QueueEntry:
             self._queue._enqueue(self, request_id, prompt)
 
     def mark_served(self, request_id: str, num_processed: int | None = None) -> None:
-        """Removes a prompt that has received its first token. Idempotent.
+        """Removes a prompt that has its first token, or that the engine has completed.
+        Idempotent.
 
         Args:
             num_processed: Tokens that the engine computed and pulled for the prompt;
@@ -333,7 +335,7 @@ class QueueEntry:
             self._queue._remove(self, request_id, num_processed)
 
     def drop(self, request_id: str) -> None:
-        """Removes a prompt that has ended without a first token. Idempotent."""
+        """Removes a prompt that was not served. Idempotent."""
         prompt = self.compiling.pop(request_id, None)
         if prompt is not None:
             self._queue._compiling_tokens -= prompt.num_counted

@@ -27,7 +27,7 @@ class ClientDisconnected(Exception):
 def refusal(scope: Mapping[str, Any]) -> errors.BatonError | None:
     """Returns the error with which the connection refuses this request, or None.
 
-    Every handler must send this error as its response. The body of a refused request
+    The application must send this error as its response. The body of a refused request
     may be incomplete.
     """
     error: errors.BatonError | None = connection_state(scope).get("refusal")
@@ -134,7 +134,7 @@ class Bodies:
             oldest.give_up(errors.QueueFull(message))
 
     def remove(self, connection: Connection) -> None:
-        """Stops counting a body that is complete, or that lost its connection."""
+        """Stops counting the unfinished body of a connection, if there is one."""
         self._total_unfinished_bytes -= self._unfinished_bytes.pop(connection, 0)
 
     def hold(self, num_bytes: int) -> None:

@@ -40,19 +40,20 @@ from protocol.http.deadlines import Countdown
 from protocol.process.logging import request_context
 from protocol.settings.server_options import ListenOptions
 
-# Limit on a request's head. All bytes of one read count, even bytes that belong to the
-# end of the previous request.
+# Limit on a request's head, and on the chunk framing of its body. All bytes of one read
+# count, even bytes that belong to the end of the previous request.
 MAX_HEAD_BYTES = 1 << 20
 MAX_HEADERS = 200
 # Limit on queued pipelined requests. uvicorn resumes reading after each response, so
 # a connection can carry more pipelined requests in total.
 MAX_PIPELINED = 200
-MAX_TARGET_BYTES = 8192  # limit on a request's path and query
+MAX_TARGET_BYTES = 8192  # limit on a request's target; see _TARGET
 MIN_BODY_BYTES_PER_S = 16_384
-MAX_DROPPED_BYTES = 1 << 28  # limit on the rest of a body after the response
+MAX_DROPPED_BYTES = 1 << 28  # limit on the dropped rest of a body
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 _KEEP_ALIVE_RECHECK_S = 0.1  # see timeout_keep_alive_handler
-_MAX_FRAMING_RATIO = 8  # maximum bytes of chunk framing per byte of a body
+# Bytes of chunk framing per byte of a body that do not count against MAX_HEAD_BYTES.
+_MAX_FRAMING_RATIO = 8
 _HOST_CHAR = rb"[\w.~!$&'()*+,;=%-]"
 _HOST = re.compile(rb"(?:\[(?:%b|:)+\]|%b*)(?::\d*)?" % (_HOST_CHAR, _HOST_CHAR))
 # A request's target. The group is its path and query, without scheme and host.
@@ -101,7 +102,8 @@ class _BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._piece_bytes = 0  # bytes that have arrived since the timeout began
         self._dropped_bytes = 0
-        self._running: RequestResponseCycle | None = None  # the request being served
+        # The latest request that was passed to the application.
+        self._running: RequestResponseCycle | None = None
         self._timeout: Countdown | None = self._start_timeout()
 
     def on_message_begin(self) -> None:
@@ -143,7 +145,8 @@ class _BoundedHttp(HttpToolsProtocol):
         """Starts, restarts or stops the client's timeout.
 
         The timeout runs while the server waits for the client to send a request. Within
-        a body, the timeout restarts whenever `_piece_limit` bytes have arrived.
+        a body, the timeout restarts whenever `_piece_limit` bytes have arrived, until
+        the response is complete.
 
         Args:
             num_bytes: Number of bytes that have just arrived.
@@ -179,13 +182,14 @@ class _BoundedHttp(HttpToolsProtocol):
         connection_state(self.scope)["refusal"] = fault or self._check_headers()
         # If a client is answered before its body is complete, it still sends the rest
         # of the body. Therefore the connection stays open; otherwise the client could
-        # not read the response. A client that waits for 100 Continue sends no body, so
-        # its connection is closed.
+        # not read the response. A client that still waits for 100 Continue sends no
+        # body, so its connection is closed.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = not self.expect_100_continue
 
     def _check_framing(self) -> None:
-        """Raises HttpParserError if two servers could disagree on the request's end.
+        """Raises HttpParserError if two servers could disagree on the request's end, or
+        if the version of HTTP is unknown.
 
         For HTTP/1.0 the method also ignores `Expect: 100-continue`.
         """
@@ -261,7 +265,7 @@ class _BoundedHttp(HttpToolsProtocol):
             if self._dropped_bytes > MAX_DROPPED_BYTES:
                 self.transport.abort()
             return
-        if self.expect_100_continue:  # the client sends its body without 100 Continue
+        if self.expect_100_continue:  # the client sends its body after all
             self.expect_100_continue = False
             self.cycle.keep_alive = True
         super().on_body(body)
@@ -303,9 +307,10 @@ class _BoundedHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Sends an error in the format of Baton's errors, and closes the connection.
 
-        uvicorn calls this method for bytes that are not an HTTP request. The error is
-        not sent if the client would take it for the response to an earlier request, or
-        for a part of that response.
+        The method replaces uvicorn's. It is called for bytes that are not an HTTP
+        request, and for a head or framing that is too long. The error is not sent if
+        the client would take it for the response to an earlier request, or for a part
+        of a response.
         """
         cycle = self.cycle
         if self._is_in_body:

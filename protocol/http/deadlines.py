@@ -1,4 +1,4 @@
-"""Timeouts of requests and of clients.
+"""The deadline of a request, and a timer for other timeouts.
 
 A client sets the timeout of its request by HEADER, else the operator's default applies.
 """
@@ -90,7 +90,8 @@ def deadline_of(
         The deadline; None if the request has no timeout.
 
     Raises:
-        InvalidRequest: The header is not a number of seconds, or occurs more than once.
+        InvalidRequest: The header is not one number above 0 and at most MAX_S, or
+            occurs more than once.
     """
     values = [value.strip() for name, value in headers if name == HEADER.encode()]
     timeout_s = default_s

@@ -43,7 +43,8 @@ def check_bounds(body: bytes) -> None:
     """Checks the bounds of a body, valid JSON or not, before the body is decoded.
 
     Raises:
-        PayloadTooLarge: The body has too many members, arrays and objects.
+        PayloadTooLarge: The body has too many members, arrays and objects, or too many
+            members in its outermost object.
         InvalidRequest: The body is nested too deeply.
     """
     # These counts include characters within strings, so they are upper bounds.

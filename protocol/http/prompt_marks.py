@@ -2,8 +2,8 @@
 tokens only once. This module does no I/O.
 
 A prompt has marks at fixed positions. The key of a mark is a hash of all tokens before
-the mark, so two prompts with the same key have the same beginning. The tokens between
-two marks are a span:
+the mark, so two prompts with a common key have the same beginning. The tokens before a
+mark, back to the previous mark, are the mark's span:
 
     marks         64     128    192        prompt 1 pays for all its tokens;
     prompt 1   ---|------|------|---       prompt 2 pays only for the tokens
@@ -14,7 +14,7 @@ count of tokens includes the span. The engine is expected to compute the span fo
 prompt, and to find the span in the prefix cache for the other prompts. No prompt pays
 for a span that was computed recently, because the prefix cache should still hold the
 span. This process cannot see the prefix cache, so all counts are estimates. A wrong
-estimate changes the permitted length of the queue, but never a response.
+estimate changes which requests are refused, but not the text of an answer.
 """
 
 from array import array
@@ -33,8 +33,9 @@ class Mark(NamedTuple):
     """A position in a prompt.
 
     Attributes:
-        key: Hash of all tokens before the mark, salted for this process.
-        num_tokens: Tokens since the previous mark.
+        key: Hash of the cache salt and of all tokens before the mark. Different
+            processes compute different hashes.
+        num_tokens: Tokens since the previous mark, or since the prompt's beginning.
     """
 
     key: int
@@ -44,8 +45,8 @@ class Mark(NamedTuple):
 def marks_of(token_ids: Sequence[int], cache_salt: bytes = b"") -> list[Mark]:
     """Returns the marks of a prompt.
 
-    The first 4,096 tokens of a prompt have 64 marks. Whenever the length of the prompt
-    doubles, 32 marks are added.
+    The first 4,096 tokens of a prompt have 64 marks. Beyond them, each doubling of the
+    length adds 32 marks.
 
     Args:
         cache_salt: Prompts with different salts share no KV, so they share no marks.
@@ -70,7 +71,8 @@ class WaitingPrompt:
 
     Attributes:
         num_tokens: Number of tokens that this server must compute or pull for the
-            prompt if it shares no tokens with other prompts.
+            prompt if it shares no tokens with other prompts; 0 if another server is
+            computing the prompt.
         min_tokens: Minimum number of tokens that the prompt counts as.
         is_shareable: False if the engine computes the complete prompt even if a part is
             cached.
@@ -108,7 +110,8 @@ class SharedPrefixes:
         self._on_change = on_change
         # The waiting prompts with a span, in order of arrival, by the span's key.
         self._waiting: dict[int, dict[WaitingPrompt, None]] = {}
-        self._payers: dict[int, WaitingPrompt] = {}  # by the span's key
+        # The prompt that pays for a span, by the span's key.
+        self._payers: dict[int, WaitingPrompt] = {}
         # Length of the computed spans by key, the least recently used span first.
         self._computed = OrderedDict[int, int]()
         self._num_computed_tokens = 0  # sum of the lengths in `_computed`
@@ -118,8 +121,8 @@ class SharedPrefixes:
         return len(self._waiting.keys() | self._computed.keys())
 
     def add(self, prompt: WaitingPrompt) -> None:
-        """Adds a prompt. For each of its spans that a less urgent prompt pays for, the
-        added prompt now pays instead.
+        """Adds a prompt. It pays for its spans that are not computed, and for which no
+        equally or more urgent prompt pays.
         """
         for key, num_tokens in prompt.marks:
             self._waiting.setdefault(key, {})[prompt] = None

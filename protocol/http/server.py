@@ -24,7 +24,7 @@ from protocol.ipc.wire import keep_alive
 from protocol.messages import KV_HEADER, PREFILL_KV_HEADER
 from protocol.settings.server_options import ListenOptions
 
-# Response headers that web pages of other origins may read.
+# Response headers that web pages of --cors-origin may read.
 _EXPOSED_HEADERS = [
     "x-request-id",
     KV_HEADER,

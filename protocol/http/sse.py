@@ -8,8 +8,8 @@ from protocol.errors import BatonError
 
 MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
-# A stream gets a ping after this time without events. Clients consider a stream without
-# data dead after a minute or more.
+# A stream whose format has pings gets a ping after this time without events. Clients
+# consider a stream without data dead after a minute or more.
 PING_INTERVAL_S = 10.0
 
 
@@ -51,7 +51,7 @@ class Pings:
         self._due_s = time.monotonic() + PING_INTERVAL_S
 
     def wait_s(self) -> float | None:
-        """Returns the time until a ping is due, or None without pings."""
+        """Returns the time until a ping is due, or None if the format has no pings."""
         return max(self._due_s - time.monotonic(), 0.0) if self._ping else None
 
     def with_ping(self, events: bytes) -> bytes:

@@ -11,7 +11,7 @@ from protocol.settings.server_options import AccessOptions
 logger = get_logger(__name__)
 
 RELOAD_INTERVAL_S = 60.0
-# Contexts by CA file. All connections that this process opens share these contexts.
+# Contexts by CA file. All connections with the same CA file share one context.
 _client_contexts: dict[str, ssl.SSLContext] = {}
 
 

@@ -1,9 +1,9 @@
 """The messages between an engine and the KV store of its host.
 
-An engine opens a region of the store, and repeats OpenRegion while the engine runs. The
-reply has the port of the region's side channel. Over the side channel, KV is offered
-and pulled as between two engines (protocol/handshake.py). A message consists of a MAC
-and a payload, as on the side channel.
+An engine opens a region of the store, and repeats OpenRegion while the engine runs. If
+the region is open, the reply has the port of the region's side channel. Over the side
+channel, KV is offered and pulled as between two engines (protocol/handshake.py). A
+message consists of a MAC and a payload, as on the side channel.
 """
 
 from typing import Annotated, Final
@@ -77,11 +77,11 @@ class RegionOpened(msgspec.Struct, frozen=True, tag="opened", kw_only=True):
 
 
 class RegionPending(msgspec.Struct, frozen=True, tag="pending", kw_only=True):
-    """The reply to OpenRegion while the store allocates the memory of the region. The
-    engine repeats its request until the region is open.
+    """The reply to OpenRegion while the region is not open, for example because the
+    store allocates its memory. The engine repeats its request until the region is open.
 
     Attributes:
-        nbytes: The size of the region.
+        nbytes: The size of the region in bytes.
     """
 
     nonce: str
@@ -89,8 +89,8 @@ class RegionPending(msgspec.Struct, frozen=True, tag="pending", kw_only=True):
 
 
 class RegionRefused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
-    """The reply to an OpenRegion that the store cannot serve, with the reason and the
-    fix. The MAC is wrong if the engine has a different cluster secret."""
+    """The reply to an OpenRegion that the store cannot serve, with the reason. The MAC
+    is wrong if the engine has a different cluster secret."""
 
     nonce: str = ""
     reason: str = ""

@@ -32,14 +32,14 @@ class Wire:
     Args:
         max_bytes: Maximum size of a received message. The attribute of the same name
             may be raised later.
-        unsent: The queue of messages to send. The caller can reuse the queue for a new
-            connection, because a message stays in the queue until the kernel has
-            accepted all its bytes.
-        read_bytes: Maximum number of bytes that one call of `receive` reads from an
-            untrusted peer; None: no limit.
+        unsent: The queue of messages to send, each with its length (see `framed`). The
+            caller can reuse the queue for a new connection, because a message stays in
+            the queue until the kernel has accepted all its bytes.
+        read_bytes: Maximum number of bytes that one call of `receive` reads. It
+            protects against untrusted peers. None: no limit.
 
     Attributes:
-        unsent_bytes: Number of bytes that the kernel has not accepted yet.
+        unsent_bytes: Number of bytes in the queue that the kernel has not accepted yet.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Wire:
         # Bytes of the queue's first message that the kernel has accepted.
         self._first_sent_bytes = 0
         self.unsent_bytes = sum(map(len, self._unsent))
-        self._received = bytearray()  # bytes of a message that is still incomplete
-        self._close_reason: str | None = None  # set when no more data will arrive
+        self._received = bytearray()  # bytes that `receive` has not returned yet
+        self._close_reason: str | None = None  # set when nothing more will be read
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -121,7 +121,7 @@ class Wire:
         return messages
 
     def has_ended(self) -> bool:
-        """Returns whether the connection has ended, without reading data from it."""
+        """Returns whether the connection has ended, and no received data is unread."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -194,8 +194,8 @@ def exchange(selector: BaseSelector, wire: Wire) -> list[bytes]:
 
 
 def update_selector(selector: BaseSelector, wire: Wire) -> None:
-    """Registers the wire for reading, and also for writing if it has unsent
-    messages.
+    """Makes the selector watch a registered wire for reading, and also for writing if
+    the wire has unsent messages.
     """
     events = EVENT_READ | (EVENT_WRITE if wire.has_unsent else 0)
     selector.modify(wire, events, selector.get_key(wire).data)
@@ -240,7 +240,8 @@ def nap_if_short(timeout_s: float) -> float:
     """Sleeps for a timeout below 1 ms, which a poll would round up to 1 ms.
 
     Returns:
-        The timeout for the poll that follows: 0 after a sleep, else `timeout_s`.
+        The timeout for the poll that follows: 0 if `timeout_s` is below 1 ms, else
+        `timeout_s`.
     """
     if timeout_s >= 0.001:
         return timeout_s

@@ -1,7 +1,7 @@
 """Starts, watches and ends child processes.
 
 Every child runs in its own session, so Ctrl-C in a terminal reaches only the launcher.
-The child and its parent are connected by a socket pair and a pipe:
+The child and its parent are connected by a socket pair and, by default, a pipe:
 
     parent --(no data)---------> child    socket; EOF: the parent has ended
     child  --(JSON lines)------> parent   socket; progress, ready, request, failed;
@@ -52,7 +52,8 @@ ALARM = signal.SIGALRM
 # handler only when the wait ends.
 SIGNAL_CHECK_INTERVAL_S = 0.5
 _KILLED_TIMEOUT_S = 10.0  # longest wait for the end of processes after SIGKILL
-# Exit status of a process that still ran `grace_s` seconds after its parent had ended.
+# Exit status of a process that still ran some time after its parent had ended; see
+# `watch_parent`.
 ORPHANED = 86
 
 
@@ -93,7 +94,7 @@ class Child:
         failure: The reason that the child has reported for its exit, or None.
         exited: Set when the child has ended and is reaped.
         output_ended: Set when no process can write to the child's pipe any more: the
-            child has ended, and so have its engine's ranks.
+            child has ended, and so have its engine's ranks. Set at once without a pipe.
     """
 
     name: str
@@ -145,12 +146,12 @@ class Child:
         """Returns the last line that the process itself wrote, or None.
 
         The engine ranks of the process write to the same pipe, even after the process
-        has died. Lines of ranks are skipped: lines with a rank in their header, and
-        lines without a header after such a line.
+        has died. Lines with a rank in their header are skipped.
 
         Args:
-            is_killed: The process was killed by a signal, so it wrote no traceback. If
-                False, lines without a header belong to the traceback of the process.
+            is_killed: The process was killed by a signal, so it wrote no traceback.
+                Then lines without a header that follow a rank's line are skipped, too.
+                If False, lines without a header belong to the process's traceback.
         """
         last = None
         is_of_rank = False
@@ -380,13 +381,13 @@ def watch_parent(*, grace_s: float = 3.0, number: int = signal.SIGTERM) -> bool:
 
     The thread sends the signal `number` to this process, and exits the process
     unconditionally after `grace_s` seconds. A process that `spawn` may have started
-    calls this function first.
+    calls this function when it starts.
 
     Returns:
         False if `spawn` has not started this process. No thread is started then.
 
     Raises:
-        SystemExit: BATON_PARENT_FD is not a socket of a parent.
+        SystemExit: BATON_PARENT_FD is not an open socket.
     """
     fd = _parent_fd()
     if fd is None:
@@ -415,7 +416,7 @@ def _parent_fd() -> int | None:
     The result is None if `spawn` has not started this process.
 
     Raises:
-        SystemExit: BATON_PARENT_FD is not a socket.
+        SystemExit: BATON_PARENT_FD is not an open socket.
     """
     value = os.environ.get(PARENT_FD)
     if not value:
@@ -456,7 +457,7 @@ def report_ready(info: Mapping[str, Any]) -> None:
 def request_of_parent(value: Mapping[str, Any]) -> bool:
     """Sends a request to the parent process. Returns False if there is no parent.
 
-    Only `baton up` handles requests, namely those of its proxy.
+    Only `baton up` and `baton serve` handle requests, namely those of their proxy.
     """
     _report("request", dict(value))
     return _parent_fd() is not None

@@ -1,4 +1,5 @@
-"""Identifies the process that wrote a line of output, and converts lines to JSON.
+"""Identifies the process that wrote a line of output, and converts lines to JSON and
+back to text.
 
 Log lines have the formats that logging.py describes. All other lines are printed by
 libraries, by the interpreter, or by Baton's programs while they start or end.
@@ -14,7 +15,8 @@ import msgspec
 # Parent of all loggers of Baton. For loggers of other packages, only warnings and
 # errors are shown.
 ROOT_LOGGER = "baton"
-OUTPUT_LOGGER = f"{ROOT_LOGGER}.output"  # logger name for lines that were printed
+# Logger name of printed lines, and of reports about dropped lines.
+OUTPUT_LOGGER = f"{ROOT_LOGGER}.output"
 _HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ +(\S+) ")
 _JSON_START = '{"time":"'  # the beginning of every result of `json_line`
 _LAUNCHER_PREFIX = "baton | "
@@ -49,7 +51,7 @@ def json_line(seconds: float, level: str, part: str, members: dict[str, str]) ->
 
     Args:
         seconds: A Unix time.
-        part: Role and rank of the process, such as "decode/0".
+        part: Role and rank of the process, such as "decode/0", or the process's name.
         members: Additional members of the object.
     """
     head = {"time": time_text(seconds), "level": level, "part": part}
@@ -59,9 +61,12 @@ def json_line(seconds: float, level: str, part: str, members: dict[str, str]) ->
 def use_json_lines(part: str) -> Callable[[str], str]:
     """Makes `format_child_line` return JSON objects in this process.
 
+    Args:
+        part: The member `part` of the JSON objects for printed lines.
+
     Returns:
         A function that converts a printed line to a JSON object. The function returns a
-        line that is already a JSON object unchanged.
+        result of `json_line` unchanged.
     """
     global _json_part
     _json_part = part
@@ -104,8 +109,8 @@ def _decode(line: str) -> dict[str, Any] | None:
 def as_text(line: str) -> str:
     """Returns a line of output as text.
 
-    A JSON object becomes the corresponding text line. An object with an exception
-    becomes only the last line of the traceback.
+    A JSON object becomes the corresponding text line without the request id. An object
+    with an exception becomes only the last line of the traceback.
     """
     members = _decode(line)
     if members is None:

@@ -8,7 +8,8 @@ With --log-format json, each line is a JSON object:
 {"time":"2026-01-31T12:00:00.123Z","level":"INFO","part":"decode/0",
  "request_id":"req-1","logger":"baton.engine.core","message":"admitted, 3 blocks"}
 
-The request id comes from a context variable, which asyncio tasks inherit.
+The request id comes from a context variable, which asyncio tasks inherit. Lines outside
+a request have no request id. The rank is missing in a process that is not a rank.
 """
 
 import contextlib
@@ -115,7 +116,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def trace_extra(trace_id: str | None) -> dict[str, str] | None:
-    """Returns the argument `extra` for log calls about a request with this trace."""
+    """Returns the argument `extra` for log calls about a request with this trace; None
+    if the request has no trace.
+    """
     return {"trace_id": trace_id} if trace_id else None
 
 
@@ -127,18 +130,19 @@ def setup_logging(
     stream: TextIO | None = None,
     log_format: LogFormat = "text",
 ) -> None:
-    """Sends this process's log lines to stderr. A main function calls this first.
+    """Sends this process's log lines to stderr. Call it before the first log line.
 
     `sys.stdout` and `sys.stderr` are replaced by streams with a queue, which never
     block; see protocol/process/output.py.
 
     Args:
-        role: "prefill", "decode", "both" or "proxy".
+        role: "prefill", "decode", "both", "proxy" or "kv".
         level: Lowest level of Baton's lines that is shown: debug, info, warning or
             error.
         rank: Rank of this process in its engine; None for a process without a rank.
-        stream: Send the lines to this stream instead of stderr, without a queue.
-        log_format: "json" also applies to lines that libraries print.
+        stream: Send the lines to this stream instead of stderr. No stream is replaced.
+        log_format: "json" also applies to lines that libraries print, unless `stream`
+            is given.
     """
     part = role if rank is None else f"{role}/{rank}"
     formatter: logging.Formatter = LineFormatter(part)

@@ -5,8 +5,8 @@
 If nothing reads a pipe or a terminal, its writers block as soon as the kernel's buffer
 is full (64 KiB for a pipe). With this module, only the writing thread blocks. While the
 queue is full, new lines go to a second, short queue, which drops and counts its oldest
-lines. As soon as the file accepts data again, a line with the number of dropped lines
-is written, followed by the lines of the second queue.
+lines. When half of the queue has been written, a line with the number of dropped lines
+is added, followed by the lines of the second queue.
 
 Output that C libraries write to the file descriptors does not pass through the queue.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Final, TextIO
 
 MAX_QUEUED_BYTES: Final = 1 << 20
-MAX_LAST_TEXTS: Final = 40  # number of the newest texts that a full queue keeps
+MAX_LAST_TEXTS: Final = 40  # maximum number of texts in the second queue
 FLUSH_TIMEOUT_S: Final = 1.0
 _BATCH_BYTES: Final = 4096  # PIPE_BUF: writes up to this size are atomic on a pipe
 
@@ -81,7 +81,7 @@ class OutputQueue:
         """Waits until the queue is written, including the texts in `_last_texts`.
 
         Returns:
-            False if not everything was written within `timeout_s` seconds.
+            False if the queue was not empty after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -113,7 +113,7 @@ class OutputQueue:
         self._num_unreported += num_lines
 
     def _report_dropped(self) -> None:
-        """Queues a line with the number of dropped lines, then the kept lines.
+        """Queues a line with the number of dropped lines, if any, and the kept texts.
 
         From now on, the queue accepts new texts again.
         """

@@ -1,8 +1,9 @@
 """The command line of a settings class: its parser and its --help.
 
 The options of a class belong to topics. --help shows the common options and the names
-of the topics. --help=TOPIC shows the options of one topic, --help=WORD shows options
-with the word in their names, and --help=all shows all options.
+of the topics, or all options if the class names no common ones. --help=TOPIC shows the
+options of one topic, --help=WORD shows options with the word in their names, and
+--help=all shows all options.
 """
 
 import argparse
@@ -38,8 +39,8 @@ _METAVARS = {"str": "TEXT", "SecretStr": "TEXT", "int": "N", "float": "NUMBER"}
 _LIST_METAVARS = {
     f"tuple[{kind},...]": f"{word},.." for kind, word in _METAVARS.items()
 }
-# Words that are not taken for the positional value. A user who writes `--ui false`
-# instead of --no-ui gets an error.
+# Words that are not taken for the positional value, unless it is a list. A user who
+# writes `--ui false` instead of --no-ui gets an error.
 _NOT_A_POSITIONAL = ("true", "false")
 
 
@@ -115,8 +116,8 @@ class Parser(argparse.ArgumentParser):
         """Returns the help about a topic, or about the options that contain a word.
 
         Args:
-            word: Empty: the common options and the names of the topics; "all": all
-                options.
+            word: Empty: the common options and the names of the topics, or all options
+                if the settings class names no common ones; "all": all options.
 
         Raises:
             SettingsError: No topic and no option matches.
@@ -189,7 +190,7 @@ class _Help(argparse.Action):
 
 
 def make_parser(cls: type[BaseSettings], prog: str | None) -> Parser:
-    """Returns the parser of a settings class, for --help and completion only."""
+    """Returns the parser of a settings class, for completion only."""
     source: CliSettingsSource[Any] = _source(cls, prog)
     parser: Parser = source.root_parser
     return parser

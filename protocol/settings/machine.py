@@ -89,7 +89,7 @@ def cluster_secret(configured: SecretStr | None, file: Path | None = None) -> by
 
 
 def is_local(address: str) -> bool:
-    """Returns whether `address` is a loopback address of this machine."""
+    """Returns whether `address` is "localhost" or a loopback IP address."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
@@ -100,10 +100,10 @@ def is_local(address: str) -> bool:
 
 
 def check_is_local(address: str, setting: str) -> None:
-    """Raises ValueError if other machines can reach `address`.
+    """Raises ValueError unless `address` is local; see `is_local`.
 
-    A server without a configured secret calls this function. Servers on other machines
-    would not have the secret in this machine's file.
+    The settings of a server without a configured secret call this function. Servers on
+    other machines would not have the secret in this machine's file.
 
     Args:
         setting: The setting with the address as the user wrote it, for the message.

@@ -426,7 +426,8 @@ class KVOptions(TransferOptions):
     def usual_itl_target_for(self, device: str) -> float | None:
         """Returns the default of --itl-target-s on `device` (cpu or cuda), in seconds.
 
-        The result is None if servers of this role have no target by default.
+        The result is None if servers of this role have no target on this device by
+        default.
         """
         if self.role == "prefill":
             return None

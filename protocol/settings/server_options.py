@@ -11,7 +11,7 @@ from protocol.settings.machine import MIN_SECRET_BYTES, check_is_local
 from protocol.settings.options import ApiKey, Options, Seconds, Threads
 from protocol.short_repr import short_repr
 
-RESUME_WAIT_S = 3.0  # the default of --resume-wait-s
+RESUME_WAIT_S = 3.0  # the default of --resume-wait-s, for streams only
 # The default of --resume-wait-s if dead decode servers are restarted. The time includes
 # loading the model.
 RESTART_WAIT_S = 300.0
@@ -57,8 +57,8 @@ class AccessOptions(Options):
     call). Prefer the variable BATON_API_KEY, because other users can read command lines
     """
     admin_key: sources.Listed[ApiKey] = ()
-    """API key that may also use /metrics, /stats, /drain, /migrate and /admin, and read
-    all of /ready (repeatable). Prefer the variable BATON_ADMIN_KEY
+    """API key that may also use /metrics, /stats, /ui/state, /drain, /migrate and
+    /admin, and read all of /ready (repeatable). Prefer the variable BATON_ADMIN_KEY
     """
     cache_salt_by_key: bool = False
     """share cached KV only among requests with the same API key. Otherwise a client
@@ -167,7 +167,9 @@ class QueueOptions(WaitOptions):
 
 
 class ServerOptions(QueueOptions, ListenOptions):
-    """The options of a prefill or decode server that do not concern its engine."""
+    """The options of a prefill or decode server that concern neither its model nor its
+    KV.
+    """
 
     topic: ClassVar[str] = "members"
     cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
@@ -248,7 +250,7 @@ class RoutingOptions(WaitOptions):
     resume_wait_s: Seconds | None = None
     """how long a request that has lost its decode server waits until a decode server is
     ready. A new request waits, too, but at most --max-queue-s (s; None: streams wait 3,
-    and other requests do not; with the restarts of `baton up` 300)
+    and other requests do not; with the restarts of `baton up` or `baton serve` 300)
     """
     ui: bool = True
     """serve a web page with the state of the cluster at / of the proxy"""

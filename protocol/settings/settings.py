@@ -1,4 +1,4 @@
-"""One settings class per Baton program, and the functions that read its options.
+"""The settings classes of PROGRAMS, and the functions that read settings.
 
 A value comes from the command line, else from a BATON_* variable, else from the file of
 `--config`; otherwise the default is used. An unknown key in one of these sources is an
@@ -204,7 +204,7 @@ class ProxySettings(
     ] = None
     """API key that the proxy sends to the servers instead of the client's key: an admin
     key of the servers. Prefer the variable BATON_UPSTREAM_API_KEY (None: pass on the
-    client's key)"""
+    client's key, unless the proxy has keys of its own)"""
 
     @property
     def passes_keys_on(self) -> bool:
@@ -336,7 +336,7 @@ class LocalSettings(
 
 
 class UpSettings(LocalSettings, DisaggregationOptions):
-    """A local cluster: prefill servers, decode servers and a proxy on one machine."""
+    """Prefill servers, decode servers and a proxy on one machine or a Ray cluster."""
 
     topic: ClassVar[str] = "cluster"
     common: ClassVar[tuple[str, ...]] = (
@@ -429,7 +429,7 @@ def load(
 
     Raises:
         ConfigError: A value is invalid, or a key is unknown. The message has the name
-            and the fix.
+            and the problem.
     """
     sources.check_environment(cls, PROGRAMS.values())
     file_values: dict[str, Any] = {}
@@ -462,7 +462,7 @@ def parse(
 
 
 def describe(settings: BatonSettings) -> str:
-    """Returns the settings as the JSON line that every process prints at its start.
+    """Returns the settings as the JSON line that a program writes when it starts.
 
     The line has the values that differ from the defaults, or all values with
     --log-level debug. Secrets are masked.

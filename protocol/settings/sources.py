@@ -51,7 +51,7 @@ _URL_FIX = "write http(s)://host:port"
 
 
 class ConfigError(ValueError):
-    """An invalid setting. The message has the key, the value and the fix."""
+    """An invalid or unknown setting. The message names the setting and the problem."""
 
 
 def field_paths(cls: type[BaseModel]) -> list[tuple[str, ...]]:
@@ -264,7 +264,7 @@ def read_file(cls: type[BaseModel], name: str | None) -> dict[str, Any]:
         name: Path of the file; None: no file.
 
     Raises:
-        ConfigError: The file cannot be read, or has an unknown key.
+        ConfigError: The file cannot be read, or has an invalid key or value.
     """
     if name is None:
         return {}
@@ -347,8 +347,8 @@ def explain_validation(
 def _setting_name(
     path: Sequence[str], options: Collection[str], file_values: Mapping[str, Any]
 ) -> str:
-    """Returns the setting as the user wrote it: an option, a variable or a key of the
-    file.
+    """Returns the setting that the user wrote: an option, a variable, or an option with
+    the source of its value in parentheses.
 
     Args:
         path: Path of the field, such as ("prefill", "tp").

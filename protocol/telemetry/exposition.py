@@ -80,7 +80,8 @@ def encode(collector: Collector, accept: str) -> tuple[bytes, str]:
 def _prefers_open_metrics(accept: str) -> bool:
     """Returns whether a scraper prefers OpenMetrics 1 to the text format.
 
-    The Accept header lists the formats in the order of the scraper's preference.
+    Scrapers list the formats in the order of their preference, so weights (q) in the
+    Accept header are ignored.
     """
     for entry in accept.split(","):
         media_type, *parameters = (part.strip() for part in entry.split(";"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 _TRACEPARENT = re.compile(
     rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
 )
-_MAX_STATE_BYTES = 512  # a longer tracestate may be dropped
+_MAX_STATE_BYTES = 512  # a longer tracestate is dropped, as the standard allows
 _SAMPLED = 1
 
 
@@ -25,7 +25,8 @@ class TraceContext:
 
     Attributes:
         is_sampled: Whether the spans of this trace are recorded.
-        state: The value of the header `tracestate`, which is forwarded unchanged.
+        state: The value of the header `tracestate`, which is forwarded unchanged; empty
+            without this header, or if it was too long.
     """
 
     trace_id: int

@@ -92,7 +92,8 @@ class Tracer:
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._sampler = provider.sampler
         self._scope = InstrumentationScope("baton", VERSION)
-        # The SDK would log each failed export; _WatchedExporter warns only once.
+        # The SDK would log each failed export. _WatchedExporter logs only the first of
+        # several failures in a row.
         silence("opentelemetry")
         exporter = OTLPSpanExporter(endpoint=endpoint)
         self._processor = BatchSpanProcessor(_WatchedExporter(exporter))
@@ -108,7 +109,7 @@ class Tracer:
 
         Returns:
             The context of the request's first span, and the context of the parent span.
-            The parent is the caller's span; None if there is no `traceparent`.
+            The parent is the caller's span; None without a valid `traceparent`.
         """
         from opentelemetry import trace
 

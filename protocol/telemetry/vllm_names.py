@@ -2,8 +2,8 @@
 
 Dashboards, autoscalers and endpoint pickers for vLLM read these names. Most aliases
 have the values of one of Baton's metrics; functions in this module compute the other
-aliases. The names and labels are those of vllm/v1/metrics/loggers.py. The buckets of
-histograms are Baton's.
+aliases. The names are those of several versions of vllm/v1/metrics/loggers.py. The
+buckets of histograms are Baton's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,8 +42,8 @@ PROXY_ALIASES: Mapping[str, str] = {
     "vllm:time_to_first_token_seconds": "baton_proxy_first_byte_seconds",
     "vllm:e2e_request_latency_seconds": "baton_proxy_request_seconds",
 }
-# vLLM's `finished_reason` for each outcome in baton_requests. The outcomes of refused
-# and migrated requests have no counterpart in vLLM.
+# The label `finished_reason` of the alias for each outcome in baton_requests. The
+# outcomes of refused and migrated requests have no counterpart in vLLM.
 _FINISHED_REASONS = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -57,7 +57,7 @@ _FINISHED_REASONS = {
 def server_aliases(
     families: Mapping[str, Metric], labels: Mapping[str, str]
 ) -> Iterator[Metric]:
-    """Yields the metric families that vLLM's servers expose, with Baton's values.
+    """Yields those of vLLM's families for which a server has values.
 
     Args:
         families: Baton's families by name.

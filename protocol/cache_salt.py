@@ -40,5 +40,5 @@ def derive(cache_salt: str | None, key_digest: bytes, secret: bytes) -> bytes:
 
 
 def is_valid(cache_salt: object) -> bool:
-    """Returns whether a request may have this value in its field `cache_salt`."""
+    """Returns whether a value other than null is valid in the field `cache_salt`."""
     return isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_CHARS

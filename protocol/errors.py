@@ -25,8 +25,10 @@ class BatonError(Exception):
         code: The `code` of the error in OpenAI's API.
 
     Args:
-        message: A sentence for the client that names the field, the value and the fix.
-        param: The request field at fault, if there is one.
+        message: A sentence for the client. If a field is at fault, the sentence names
+            the field, the value and the fix.
+        param: The field or option at fault, if there is one: a field of the request or
+            of a peer's metadata.
         headers: Additional headers of the HTTP response.
     """
 
@@ -84,7 +86,7 @@ class ContextLengthExceeded(RequestError, code="context_length_exceeded"):
 
 class GrammarFailed(RequestError, phase="engine", code="grammar_failed"):
     """The output cannot continue as the grammar of the request requires, or the grammar
-    cannot be used.
+    cannot be used. Also raised if finding the allowed tokens takes too long.
     """
 
 
@@ -99,7 +101,9 @@ class Forbidden(
     type="permission_error",
     code="insufficient_permissions",
 ):
-    """The API key is known, but it does not permit this request."""
+    """The API key does not permit this request, or an operator's request without a key
+    is not trusted (`check_operator` in protocol/http/access.py).
+    """
 
 
 class RateLimited(
@@ -110,13 +114,15 @@ class RateLimited(
     type="rate_limit_error",
     code="rate_limit_exceeded",
 ):
-    """The API key has used up its limit. The header `retry-after` has the seconds to
-    wait.
+    """The API key has reached one of its limits. The header `retry-after` has the
+    seconds to wait.
     """
 
 
 class ModelNotFound(RequestError, status=404, code="model_not_found"):
-    """No server serves the model of the request."""
+    """The model of the request is not served by this server, or by any server of this
+    proxy.
+    """
 
 
 class RequestTimeout(RequestError, status=408, retryable=True, code="request_timeout"):
@@ -124,7 +130,7 @@ class RequestTimeout(RequestError, status=408, retryable=True, code="request_tim
 
 
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large"):
-    """The body of the request is too large."""
+    """The body of the request has too many bytes or too many JSON values."""
 
 
 class TargetTooLong(RequestError, status=414, code="target_too_long"):
@@ -132,7 +138,9 @@ class TargetTooLong(RequestError, status=414, code="target_too_long"):
 
 
 class UnsupportedMediaType(RequestError, status=415, code="unsupported_media_type"):
-    """The body of the request has a Content-Type that is not accepted."""
+    """A page of another site sent the request without the Content-Type
+    application/json.
+    """
 
 
 class ClientTooSlow(RequestError, status=408, retryable=True, code="client_too_slow"):
@@ -146,7 +154,9 @@ class KVParamsRejected(
 
 
 class ResumeRejected(RequestError, phase="resume", code="resume_rejected"):
-    """The `baton_resume` of the request does not come from a proxy of this cluster."""
+    """The `baton_resume` of the request is malformed, or no proxy of this cluster
+    signed it.
+    """
 
 
 class RemoteKVError(
@@ -161,23 +171,27 @@ class RemoteKVError(
 
 
 class PeerUnreachable(RemoteKVError, phase="handshake", code="peer_unreachable"):
-    """The peer's side channel does not answer, or NIXL cannot connect to the peer."""
+    """The peer's side channel does not answer or refuses a handshake, or NIXL cannot
+    connect to the peer.
+    """
 
 
 class PeerIncompatible(
     RemoteKVError, retryable=False, phase="handshake", code="peer_incompatible"
 ):
-    """This engine cannot use the peer's KV, or the peer's metadata is invalid. The
-    message names the field or option at fault.
+    """This engine cannot use the peer's KV, or the peer's metadata or a reference to
+    its KV is invalid. The message names the field or option at fault.
     """
 
 
 class LeaseGone(RemoteKVError, phase="fence", code="lease_gone"):
-    """The lease ended before the pull was complete. The pulled bytes are not used."""
+    """The lease ended before the pull was complete, or the lender does not know the
+    lease. The pulled bytes are not used.
+    """
 
 
 class TransferFailed(RemoteKVError, code="transfer_failed"):
-    """A read of remote KV failed."""
+    """Remote KV could not be read, or its digest could not be computed."""
 
 
 class KVCorrupt(RemoteKVError, code="kv_corrupt"):
@@ -218,8 +232,8 @@ class Overloaded(ServiceError, phase="admission", code="overloaded"):
 
 
 class ResumeRefused(ServiceError, phase="resume", code="resume_refused"):
-    """This server cannot guarantee that it would continue the stream with the tokens
-    that the previous server would have generated.
+    """This server cannot continue the stream exactly as the previous server would have
+    continued it.
 
     A different server may be able to continue the stream.
     """
@@ -232,7 +246,7 @@ class DeadlineExceeded(
 
 
 class EngineDied(ServiceError, phase="engine", code="engine_died"):
-    """The engine process has ended."""
+    """The engine did not start, has failed, or has ended."""
 
 
 class InternalError(
@@ -243,7 +257,7 @@ class InternalError(
     type="server_error",
     code="internal_error",
 ):
-    """A bug in Baton."""
+    """An unexpected failure, such as a bug in Baton."""
 
 
 # Maximum `Retry-After` of a QueueFull, in seconds. Predictions of longer waits are
@@ -268,14 +282,13 @@ class QueueFull(RateLimited, phase="admission"):
 class GrammarQueueFull(QueueFull, phase="grammar"):
     """Too many requests wait for the trial of a new grammar, or prompts with too many
     tokens wait for their grammars.
-
-    Requests without a grammar are never refused with this error.
     """
 
 
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Returns the error that another process sent as a code, a message and a param.
 
-    An unknown code becomes an InternalError.
+    If several classes have the code, the first one is used. An unknown code becomes an
+    InternalError.
     """
     return _CLASS_BY_CODE.get(code, InternalError)(message, param=param)

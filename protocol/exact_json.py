@@ -44,17 +44,23 @@ def decode(data: bytes) -> Any:
     """Returns the value of a JSON text.
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError: The text is not JSON.
+        msgspec.DecodeError, UnicodeDecodeError: The text is not JSON, or an integer has
+            too many digits for Python.
+        RecursionError: The text is nested too deeply.
     """
     return _decode(data)
 
 
 def loads(text: str, *, allow_nan: bool = True) -> Any:
-    """Returns the value of a JSON text. Raises ValueError if it is not JSON.
+    """Returns the value of a JSON text.
 
     Args:
         allow_nan: Accept NaN and Infinity as floats, like json.loads. The JSON standard
             allows neither.
+
+    Raises:
+        ValueError: The text is not JSON, or an integer has too many digits for Python.
+        RecursionError: The text is nested too deeply.
     """
     constants = None if allow_nan else _refuse_constant
     return json.loads(text, parse_float=_float_of, parse_constant=constants)
@@ -67,7 +73,8 @@ def _refuse_constant(name: str) -> NoReturn:
 def dumps(value: Any) -> str:
     """Returns the JSON text of a value that `decode` or `loads` returned.
 
-    An ExactFloat becomes the text that the client wrote.
+    An ExactFloat becomes its `text`. Any other NaN or infinite float becomes NaN or
+    Infinity, which the JSON standard does not allow.
     """
     if _has_exact_float(value):
         return "".join(_text_pieces(value))

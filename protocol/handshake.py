@@ -1,14 +1,15 @@
 """The KV side channel: an engine's metadata and the messages between engines.
 
 Engines of different software versions can be compatible. Unknown fields are ignored,
-and missing optional fields have defaults. Only the fields that determine the meaning of
-KV bytes must match (`check_compatible`). The protocol version increases only if an
-older reader would misread a new message.
+and missing optional fields have defaults. Only the protocol version and the fields that
+determine the meaning of KV bytes (`check_compatible`) must match. The protocol version
+increases only if an older reader would misread a new message.
 
 A message consists of a MAC and a msgpack payload. The MAC is the HMAC-SHA256 of a label
 and the payload, with the cluster secret as its key. Requests and replies have different
-labels, so an attacker cannot use a copied request as a reply. A reply repeats the nonce
-of its request, so a late reply cannot be taken for the reply to a later request.
+labels, so an attacker cannot use a copied request as a reply. A reply, except Refused,
+repeats the nonce of its request. Therefore a late reply cannot be taken for the reply
+to a different request.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from protocol.short_repr import short_repr
 
 PROTOCOL_VERSION = 2
 
-# Bytes per element.
+# Bytes per element, by dtype.
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FP8 = "float8_e4m3fn"
 # Fields of CompatRecord that may differ if the reader has --kv-convert.
@@ -69,19 +70,19 @@ class LayoutRecord(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole allocation in bytes."""
+        """Size of a KV pool with this layout, in bytes."""
         sizes = (self.num_blocks, self.num_heads, self.num_layers, self.num_components)
         return math.prod(sizes) * self.block_size * self.head_dim * ITEMSIZE[self.dtype]
 
 
 class CompatRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The properties that must be equal on two engines before one of them can read the
-    KV of the other.
+    KV of the other. With --kv-convert, the CONVERTIBLE fields may differ.
 
     Attributes:
         rope: Canonical JSON of the RoPE parameters.
-        kv_scales: The factors by which FP8 elements are multiplied on reading, in the
-            order K and V of layer 0, K and V of layer 1, and so on. Empty for a dtype
+        kv_scales: The factors by which FP8 elements are multiplied on reading. They are
+            ordered by layer, and within a layer by component: K, V. Empty for a dtype
             other than FP8.
         kv_windows: For each layer group (kvcache/groups.py), the number of tokens in
             its attention window, or 0 for unlimited attention. Empty if all layers are
@@ -167,7 +168,7 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> list[str]:
-        """The distinct hosts of the ranks, in the order of the ranks."""
+        """The distinct known hosts of the ranks, in the order of the ranks."""
         return [host for host in dict.fromkeys(r.host for r in self.ranks) if host]
 
 
@@ -179,7 +180,7 @@ def check_compatible(
 
     Args:
         allow_convert: True if the local engine converts KV of other dtypes and scales,
-            so that these fields may differ.
+            so that the CONVERTIBLE fields may differ.
     """
     for field in CompatRecord.__struct_fields__:
         ours = getattr(local, field)
@@ -226,7 +227,11 @@ class GetMetadata(msgspec.Struct, frozen=True, tag="get_metadata", kw_only=True)
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request about one lease."""
+    """A request about one lease.
+
+    The `lease_id` of an AbortLease may be the transfer id of a subscription. The
+    message then ends the subscription.
+    """
 
     nonce: _Id
     incarnation: _Id
@@ -254,14 +259,14 @@ class AbortLease(LeaseRequest, frozen=True, tag="abort"): ...
 class GetDigest(LeaseRequest, frozen=True, tag="get_digest", kw_only=True):
     """Requests digests of the KV of the tokens from `token_start` to `token_stop - 1`.
 
-    If the request is repeated while the digests are being computed, the engine does not
-    compute them twice.
+    If the request is repeated with the same nonce while the digests are being computed,
+    the engine does not compute them twice.
 
     Attributes:
         samples: True: digests of a sample of the layers; False: of all layers.
         min_resume_tokens: See KVGroups.token_ranges in kvcache/groups.py. An engine
-            with one layer group ignores this field. The field's name in messages is
-            `reach`, as in earlier releases.
+            without attention windows ignores this field. The field's name in messages
+            is `reach`, as in earlier releases.
     """
 
     token_start: _Count
@@ -317,7 +322,8 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup", kw_only=True):
     """Requests a lease of the longest prefix of `token_ids` that the engine has cached
     under `cache_salt`.
 
-    The engine leases nothing if this prefix is shorter than `min_tokens`.
+    The engine leases a shorter prefix if it may not lease more blocks now. It never
+    leases a prefix of fewer than `min_tokens` tokens.
     """
 
     nonce: _Id
@@ -331,16 +337,16 @@ class LookupResult(msgspec.Struct, frozen=True, tag="lookup_result", kw_only=Tru
     """The reply to a Lookup.
 
     Attributes:
-        remote: The leased prefix, without first tokens. None if the prefix is too
-            short, or if the engine has too many leased blocks or waiting lookups.
+        remote: The leased prefix, without first tokens. None if the engine has too few
+            cached tokens, too many leased blocks or too many waiting lookups.
     """
 
     nonce: str
     remote: RemotePrefill | None
 
 
-# Limits of a Demote. A request has at most one Retention for each duration that clients
-# can choose.
+# Maximum number of the retentions of a Demote, and maximum length of its owner. A
+# request has at most three retentions (engine/http/text_encoder.py).
 _MAX_RETENTIONS = 8
 _MAX_OWNER_CHARS = 256
 
@@ -348,12 +354,12 @@ _MAX_OWNER_CHARS = 256
 class Demote(msgspec.Struct, frozen=True, tag="demote", kw_only=True):
     """Offers KV to a host's KV store, which pulls the KV of the tokens that it lacks.
 
-    The store ends the lease of `remote`. If the store then has the KV of all offered
-    tokens, it completes the lease. Otherwise, it aborts the lease.
+    If the store then has all offered tokens that fill complete blocks of the store, it
+    completes the lease of `remote`. Otherwise, it aborts the lease or lets it expire.
 
     Attributes:
         remote: Leased full blocks, without first tokens.
-        token_ids: The tokens from the start of the sequence that `remote` refers to.
+        token_ids: The tokens of the sequence from its start to the last offered token.
         first_token: Index of the first offered token. `remote` does not have the blocks
             of earlier tokens, because the store is expected to have their KV.
         retention: Parts of the prompt that the client asks to keep.
@@ -380,10 +386,12 @@ class Ok(msgspec.Struct, frozen=True, tag="ok", kw_only=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag="lease_ended", kw_only=True):
-    """The lease is unknown, has ended or was granted before a restart of the engine, or
-    a subscription was refused.
+    """The lease is unknown, has ended or cannot be completed yet, or the request has a
+    different `incarnation`.
 
-    The receiver must not use any byte that it read under the lease.
+    The message also reports that a subscription was refused or has ended, and that an
+    engine is no KV store. The receiver must not use any byte that it read under the
+    lease.
     """
 
     nonce: str
@@ -400,7 +408,8 @@ class Digest(msgspec.Struct, frozen=True, tag="digest", kw_only=True):
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     """The request was malformed or not authentic.
 
-    If the two engines have different secrets, the MAC of this reply is wrong too.
+    If the two engines have different secrets, the receiver finds the MAC of this reply
+    wrong, too.
     """
 
     nonce: str = ""
@@ -458,7 +467,7 @@ def open_reply(message: bytes, secret: bytes) -> Reply:
     """Returns the reply in `message`.
 
     A Refused is accepted without a valid MAC. A peer with another secret cannot compute
-    a valid MAC, and a forged Refused can only make a pull fail.
+    a valid MAC, and a forged Refused can only make requests fail.
 
     Raises:
         MessageError: The message is malformed or not authentic.

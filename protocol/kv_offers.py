@@ -88,7 +88,8 @@ def offer_of(obj: object, secret: bytes, now_s: float) -> Offer | None:
     """Returns the offer in `kv_transfer_params`, if there is one.
 
     Raises:
-        KVParamsRejected: The offer is malformed, expired or not signed by this cluster.
+        KVParamsRejected: The offer is malformed, not signed by this cluster, or signed
+            more than MAX_AGE_S before or after `now_s`.
     """
     offer: Offer | None = _signed_member(obj, "subscribe", secret, now_s)
     return offer
@@ -100,7 +101,8 @@ def hint_of(obj: object, secret: bytes, now_s: float) -> KVHint | None:
     If the named server does not hold the KV, the only cost is one lookup.
 
     Raises:
-        KVParamsRejected: The hint is malformed, expired or not signed by this cluster.
+        KVParamsRejected: The hint is malformed, not signed by this cluster, or signed
+            more than MAX_AGE_S before or after `now_s`.
     """
     hint: KVHint | None = _signed_member(obj, HINT, secret, now_s)
     return hint and msgspec.structs.replace(hint, issued_s=0, signature="")
@@ -110,8 +112,8 @@ def _signed_member(obj: object, name: str, secret: bytes, now_s: float) -> Any:
     """Returns the member `name` of `kv_transfer_params`; None if it is absent.
 
     Raises:
-        KVParamsRejected: The member is malformed, expired or not signed by this
-            cluster.
+        KVParamsRejected: The member is malformed, not signed by this cluster, or signed
+            more than MAX_AGE_S before or after `now_s`.
     """
     value = obj.get(name) if isinstance(obj, dict) else None
     member = getattr(convert({name: value}, _Members), name)

@@ -1,12 +1,12 @@
-"""`kv_transfer_params`: a reference to a prompt's KV. A prefill server sends the
-reference through the proxy to a decode server.
+"""`kv_transfer_params`: a reference to a prompt's KV. A prefill server, or a server
+that hands over a stream, sends the reference through the proxy to a decode server.
 
 The flow and the names of the common members are those of vLLM. Therefore any proxy that
 relays the object unchanged can drive Baton's servers. Proxies in some languages write
 JSON numbers in a different format, or with limited precision. Therefore the object
-contains no fractions: logprobs are float32 bit patterns, and integers above 2**53 are
-strings. `30` and `30.0` mean the same, and so do an absent member and `null`. Unknown
-members are ignored, and the signature does not cover them.
+contains no fractions: logprobs are float32 bit patterns, and integers that may exceed
+2**53 are strings. `30` and `30.0` mean the same, and so do an absent member and `null`.
+Unknown members are ignored, and the signature does not cover them.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ SENDER_RELEASES = "sender_releases"  # see the function sender_releases
 RELEASE_PATH = "/release_kv"
 
 # With these kv_transfer_params, a prefill server computes the prompt, samples the first
-# token and leases the KV to a decode server. The members follow vLLM's convention.
+# token of each choice and leases the KV to a decode server. vLLM has the same members.
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -92,18 +92,19 @@ class KVTransferParams(Struct, frozen=True, kw_only=True):
     """A reference to one prompt's KV on a prefill server.
 
     Attributes:
-        remote_block_ids: Exactly the blocks with the KV of `remote_num_tokens` tokens.
+        remote_block_ids: The block table (kvcache/groups.py) of exactly
+            `remote_num_tokens` tokens.
         remote_host: Address of the prefill server's side channel.
         lease_ms: Duration of the lease, by the clock of the prefill server. The decode
             server can renew the lease.
         remote_num_tokens, remote_cached_tokens, remote_transferred_tokens,
             remote_drafted_tokens: See RemotePrefill (protocol/messages.py).
         remote_block_size: Tokens per block.
-        seed: The seed with which the first token was sampled. The decode server samples
-            the following tokens with the same seed.
+        seed: The seed with which the first tokens were sampled. If the decode server
+            uses these tokens, it samples the following tokens with the same seed.
         first_tokens: One token per choice.
         prompt_logprobs: One entry per prompt token; the entry of the first token is
-            None. The list is None if the request does not need prompt logprobs.
+            None. The list is None if the decode server needs no prompt logprobs.
         checksums: A checksum of 16 bits, as hex, for each signed member in the order of
             the members. If the signature is wrong, the checksums show which member a
             proxy has changed.
@@ -201,7 +202,7 @@ def build(
 ) -> KVTransferParams:
     """Returns signed params for leased KV. `to_remote_prefill` is the inverse.
 
-    The first token was sampled with `seed`.
+    The first tokens were sampled with `seed`.
     """
     names = KVTransferParams.__struct_fields__
     remote_values = msgspec.structs.asdict(remote)
@@ -273,7 +274,7 @@ def is_prefill_request(obj: object) -> bool:
 
 
 def transfer_id(obj: object) -> str | None:
-    """Returns the id for subscribing to a prefill or canceling it; None if invalid."""
+    """Returns the id to subscribe to a prefill or to cancel it; None if not valid."""
     name = obj.get("transfer_id") if isinstance(obj, dict) else None
     is_valid = isinstance(name, str) and 0 < len(name) <= _MAX_TRANSFER_ID_CHARS
     return name if is_valid else None
@@ -283,7 +284,7 @@ def sender_releases(obj: object) -> bool:
     """Returns whether the request's sender ends the lease if no server pulls the KV.
 
     If a decode server refuses such a request without having read KV, it must not end
-    the lease, because the sender may retry the request at another decode server.
+    the lease. The sender may retry the request at another decode server.
     """
     items = obj if isinstance(obj, list) else [obj]
     flags = [
@@ -310,8 +311,8 @@ def parse(obj: object) -> KVTransferParams:
     """Returns `obj` as params with an unverified signature; see `verify`.
 
     Raises:
-        KVParamsRejected: A member has a wrong type or range. The message has the
-            member's name, its value and the requirement.
+        KVParamsRejected: A member is invalid. The message has the member's name and the
+            requirement.
     """
     flags = convert(obj, _Flags)
     if flags.do_remote_decode:
@@ -350,7 +351,7 @@ def convert(value: object, kind: type[_T]) -> _T:
 
 
 def _with_integers(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Converts floats with integer values to integers, also in lists and objects."""
+    """Converts floats with integer values below 2**53, also in lists and objects."""
     match value:
         case float() if value.is_integer() and abs(value) < 2**53:
             return int(value)

@@ -1,9 +1,10 @@
 """Messages between a server's HTTP process and rank 0 of its engine.
 
 The messages are msgpack over a socket. The HTTP process validates and tokenizes
-requests, verifies `kv_transfer_params` and detokenizes. The engine handles token ids
-only. The engine answers every AddRequest with TokenDeltas. The last TokenDelta of each
-choice has a `finish_reason` or an `error`; no other TokenDelta has either.
+requests, verifies `kv_transfer_params` and detokenizes. The engine handles token ids,
+and no texts except those of grammars. The engine answers every AddRequest with
+TokenDeltas. The last TokenDelta of a choice has a `finish_reason`. If a request fails,
+one TokenDelta with an `error` ends all its choices instead.
 """
 
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     Attributes:
         text: The content of the grammar. By `kind`: a schema as JSON text, a regex, the
-            choices as a JSON array of strings, a grammar in Lark or EBNF form, or a
+            choices as a JSON array of strings, a grammar in Lark or GBNF form, or a
             `DemandedCalls` as JSON (`calls`). Empty for `json_object`, and for `any`,
             which permits every text.
         allowed: The tokens that may be sampled; empty: all tokens.
@@ -66,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters for sampling the tokens of one choice.
 
     A temperature of 0 is greedy. These values disable a parameter: top_k 0, top_p 1,
-    presence and frequency penalties 0, repetition penalty 1.
+    min_p 0, presence and frequency penalties 0, repetition penalty 1.
     """
 
     temperature: float = 1.0
@@ -82,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}  # numbers that are added to logits, by token id
-    min_tokens: int = 0  # the output has at least this many tokens before a stop token
+    min_tokens: int = 0  # while the output has fewer tokens, stop tokens are banned
     grammar: Grammar | None = None
 
 
@@ -109,12 +110,14 @@ class FirstToken(msgspec.Struct, frozen=True):
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """A reference to a prompt's KV on another server, called the prefill server here.
 
-    The signature and the digests of the reference have been verified.
+    If the reference was in `kv_transfer_params`, its signature has been verified.
+    References in a LookupResult and in a Demote are not signed.
 
     Attributes:
         block_size: Tokens per block.
-        num_tokens: Number of tokens that the blocks hold KV for: all prompt tokens and,
-            if a request with one choice has migrated, its output tokens so far.
+        num_tokens: Number of tokens that the blocks hold KV for. In
+            `kv_transfer_params`: all prompt tokens and, if a request with one choice
+            has migrated, its computed output tokens.
         cached_tokens: The part of `num_tokens` that the prefill server did not compute.
         transferred_tokens: The part of `cached_tokens` that the prefill server pulled.
         drafted_tokens: Number of tokens, from the first one on, for which the prefill
@@ -125,8 +128,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         transfer_id: Set if the prefill server is still computing the prompt. The lease,
             the blocks and the first tokens then arrive by subscription (Subscribe in
             handshake.py).
-        prompt_digest: Digest of the tokens that the KV belongs to; empty in the reply
-            to a Lookup.
+        prompt_digest: Digest of the tokens that the KV belongs to; empty in a
+            LookupResult and in a Demote.
     """
 
     host: str
@@ -180,13 +183,14 @@ class KVHint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retention(msgspec.Struct, frozen=True, array_like=True):
-    """Asks an engine to evict the KV of a prompt's beginning later than other KV.
+    """Asks an engine or a KV store to evict the KV of a prompt's beginning later than
+    other KV.
 
     It is a soft pin (kvcache/pins/), not a promise.
 
     Attributes:
         num_tokens: Number of prompt tokens, from the first one on.
-        seconds: Duration of the pin, from the end of the prompt's computation.
+        seconds: Duration of the pin, from the time at which the prompt is cached.
     """
 
     num_tokens: int
@@ -199,7 +203,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     Attributes:
         request_id: Unique within the engine.
         token_ids: The prompt. It is not empty and fits the context.
-        max_tokens: Maximum number of output tokens. 0: only score the prompt.
+        max_tokens: Maximum number of output tokens of each choice. 0: only compute the
+            prompt.
         stop_token_ids: The client's stop tokens, and the end-of-sequence tokens unless
             `ignore_eos` is set.
         num_choices: Number of choices to sample for the prompt. Each choice has its own
@@ -211,23 +216,24 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
         cache_salt: The request shares cached KV only with requests of the same salt;
             see cache_salt.py.
         cache_hit_threshold: Minimum share of the prompt's tokens that are cached or
-            pulled. A request below it ends with CACHE_MISS. 0: no threshold.
-        share: Identifies the client's API key. The engine is shared equally among the
-            keys with waiting requests. `share` also owns the pins of `retention`.
+            pulled. A request below it ends with CACHE_MISS. 0: no threshold. Ignored if
+            `retain_kv` or `resumed_choices` is set.
+        share: Identifies the client's API key; empty without a key. The engine is
+            shared equally among the keys with waiting requests. `share` also owns the
+            pins of `retention`.
         retention: Parts of the prompt to keep in the prefix cache.
         resumed_choices: Per choice, the tokens that another server has already
             generated; empty for a new request.
         prediction: Tokens that the client expects in the output (`prediction` of the
             OpenAI API). They are verified like a drafter's tokens, and do not change
             the output.
-        retain_kv: Prefill role: lease the KV and answer with kv_transfer_params.
-        transfer_id: Prefill role: the id by which other engines can subscribe to the
-            KV.
-        remote: Decode role: where to pull the prompt's KV from.
+        retain_kv: Prefill leg: lease the KV and answer with kv_transfer_params.
+        transfer_id: Prefill leg: the id by which other engines can subscribe to the KV.
+        remote: Decode leg: where to pull the prompt's KV from.
         hint: An engine that may hold the KV of the prompt's beginning. Not used if
             there is a `remote`.
-        kv_rejected: Decode role: the reason why the kv_transfer_params of the request
-            were not used.
+        kv_rejected: The reason why the kv_transfer_params of the request, or the hint
+            in them, were not used.
         kv_unused: The reference in kv_transfer_params that were not used, if a server
             of this cluster signed them. The engine releases the lease.
     """
@@ -256,10 +262,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
 
 
 def http_request_id(request_id: str) -> str:
-    """Returns the id of the HTTP request that an engine request belongs to.
+    """Returns the id that all engine requests of one HTTP request have in common.
 
     Each prompt of an HTTP request is one engine request. The id of an engine request is
-    the id of the HTTP request, a dash and the index of the prompt.
+    the common id, a dash and the index of the prompt.
     """
     return request_id.rsplit("-", 1)[0]
 
@@ -279,11 +285,11 @@ class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
 
 
 class ReleaseRemote(msgspec.Struct, frozen=True, tag="release"):
-    """Releases the lease of a reference that no request will use (decode role).
+    """Releases the lease of a reference that no request will use.
 
     The HTTP process sends this message after refusing the request that had the
-    reference, if a resumed prompt has no choice left to generate, or for POST
-    /release_kv.
+    reference, or for POST /release_kv. It also sends the message if a resumed prompt
+    has no choice left to generate.
     """
 
     remote: RemotePrefill
@@ -316,11 +322,13 @@ PREFILL_KV_HEADER = "x-baton-kv-prefill"
 class KVUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of prompt tokens by the source of their KV.
 
-    The first three members add up to the number of tokens of the prompt. The members
-    `prefill_*` are the same numbers on the prefill server, if there was a prefill leg.
+    Once the KV of the prompt is complete, the first three members add up to the number
+    of tokens of the prompt. The members `prefill_*` are the same three numbers on the
+    server whose `kv_transfer_params` the request had, or 0 if it had none.
     """
 
-    transferred: int = 0  # pulled from another server, which confirmed the lease
+    # Pulled from another server or a KV store, which confirmed the lease.
+    transferred: int = 0
     recomputed: int = 0  # computed by this server
     skipped: int = 0  # found in this server's prefix cache
     cached_tokens: int = 0  # computed neither on this nor on the prefill server
@@ -355,8 +363,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
             tokens that a drafter had proposed.
         rejected_tokens: Set together with `finish_reason`: the number of proposed
             tokens that are not in the output.
-        kv_transfer_params: Set with `finish_reason` if another server continues the
-            request: after a prefill leg, or with the finish reason MOVED.
+        kv_transfer_params: Set with the `finish_reason` of one choice if another server
+            continues the request: after a prefill leg, or with the finish reason MOVED.
     """
 
     request_id: str
@@ -383,11 +391,12 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     max_model_len: int  # tokens
     max_num_seqs: int  # maximum number of sequences in one step
     vocab_size: int
-    geometry: dict[str, str | int | float] = {}  # see EngineConfig.geometry
+    # EngineConfig.geometry, and the members `kv_digest` and `side_channel_port`.
+    geometry: dict[str, str | int | float] = {}
 
 
 class EngineProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Reports the current step of the engine's startup, every few seconds."""
+    """Reports the current step of the engine's startup, such as loading weights."""
 
     text: str
 
@@ -443,7 +452,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
     the names of its samples, which end in _bucket, _count or _sum.
 
     Attributes:
-        host_tier: None while the engine uses no KV store.
+        host_tier: None while there is no KV store that the engine can read, or no
+            estimate of how long a pull takes.
     """
 
     values: dict[str, float]

@@ -1,4 +1,4 @@
-"""Checks that the metadata of a peer does not contradict itself."""
+"""Checks that the metadata of a peer is possible and does not contradict itself."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,8 @@ from protocol.short_repr import short_repr
 
 
 def check_consistent(metadata: EngineMetadata) -> None:
-    """Raises PeerIncompatible, naming the field, if the metadata contradicts itself.
+    """Raises PeerIncompatible, naming the field, if the metadata contradicts itself, is
+    impossible or has a different protocol version.
 
     After this check, every KV block of a rank lies inside the memory that the peer
     registered. Whether this engine can use the peer's KV is checked elsewhere: by

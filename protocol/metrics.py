@@ -39,7 +39,7 @@ ENGINE_TOTALS = (
     "engine_mixed_step_tokens",
     "engine_mixed_step_seconds",
 )
-MODEL_LABEL = "model_name"  # a label of all metrics of a server
+MODEL_LABEL = "model_name"  # a label of all metrics of a server, except process_*
 
 # Upper bounds of histogram buckets: tokens in _TOKENS and _PROPOSALS, else seconds.
 # fmt: off
@@ -374,7 +374,8 @@ class Metrics:
 
     Args:
         origin: The kind of process that creates this object.
-        model_name: The model of a server. All metrics of the server have it as a label.
+        model_name: The model of a server. All metrics of the server, except process_*,
+            have it as a label.
         aliases: The system with names that are exposed in addition to Baton's names.
 
     Attributes:

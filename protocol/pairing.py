@@ -14,13 +14,14 @@ from protocol.handshake import CONVERTIBLE, CompatRecord
 def kv_digest(compat: CompatRecord, converts: bool = False) -> str:
     """Returns a digest of a compatibility record, by which a proxy pairs servers.
 
-    The digest does not depend on KV content. The digest has three parts, separated
-    by dots: the model; the shape, RoPE parameters and attention windows of the KV; the
-    dtype and scales.
+    The digest does not depend on KV content. The digest has three parts, separated by
+    dots. The first part covers the model. The second part covers the model, and the
+    shape, RoPE parameters and attention windows of the KV. The third part covers the
+    dtype and the scales.
 
     Args:
-        converts: True if the engine can read KV of any dtype and scales. The last part
-            of its digest is `*`.
+        converts: True if the engine can read KV of any dtype and scales. The third part
+            of its digest is then `*`.
     """
 
     def digest(*fields: str) -> str:

@@ -32,8 +32,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kv_digest: See kv_digest in protocol/pairing.py; empty if unknown.
-        ttl_s: Seconds after this record until the proxy removes the server, unless a
-            newer record arrives.
+        ttl_s: Seconds after this record until the registration expires, unless a newer
+            record arrives.
         issued_ms: Time of signing by the server's clock, in milliseconds since 1970.
         leaving: Whether the server is shutting down, so that it must receive no new
             requests.
@@ -49,7 +49,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecord(ValueError):
-    """A registration record is invalid. The message has the reason and the fix."""
+    """A registration record is refused. The message has the reason."""
 
 
 class _Envelope(msgspec.Struct):
@@ -69,7 +69,8 @@ def open_record(body: bytes, secret: bytes, now_ms: int) -> Record:
     The caller must check that the record is newer than the server's previous record.
 
     Raises:
-        BadRecord: The record is malformed, not authentic or too old.
+        BadRecord: The record is malformed, not authentic, or signed more than MAX_AGE_S
+            before or after `now_ms`.
     """
     try:
         envelope = msgspec.json.decode(body, type=_Envelope)

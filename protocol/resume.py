@@ -8,10 +8,10 @@ the comment describes:
                                        the JSON text lists their tokens by choice
 
 The proxy forwards the events to the client, and stores the texts of the comments. If
-the connection to the server is lost, the proxy sends the request to another server,
+the server does not complete the stream, the proxy sends the request to another server,
 with the signed texts as `baton_resume`. A response that is not a stream has frames only
-if it migrates. In that case, the server sends all texts at the end, in frames without
-events.
+if it migrates. In that case, the server sends all texts at the end. Only the last of
+these frames has an event: the error for the case that no server continues.
 
 The first text (`Origin`) has the values that the response depends on in addition to its
 request and its tokens. A text that begins with `!` precedes an error event after which
@@ -61,9 +61,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         id: The id of the response.
         created: Time at which the response began, in seconds since 1970.
         seed: The seed of the sampler.
-        limits: For each prompt, the maximum number of generated tokens.
-        digest: Digest of the prompts, the sampling parameters, and the properties of
-            the engine that affect its numerics.
+        limits: For each prompt, the maximum number of generated tokens of a choice.
+        digest: Digest of all other values that determine the tokens, such as the
+            prompts, the sampling parameters, the model and the dtype.
     """
 
     id: str
@@ -87,7 +87,7 @@ class FrameEntry(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
 
     def to_delta(self, request_id: str, choice: int) -> TokenDelta:
-        """Returns the delta from which the entry was made.
+        """Returns a TokenDelta with the members of this entry.
 
         Args:
             choice: Index of the choice among the choices of the same prompt.
@@ -136,8 +136,8 @@ def frame(text: bytes, events: bytes) -> bytes:
 def failover_text(error: BatonError) -> bytes | None:
     """Returns the text for the frame of an error: DIED or BUSY.
 
-    The result is None if no other server should continue the stream, because every
-    server would fail in the same way, or because the request has timed out.
+    The result is None if no other server should continue the stream: every server would
+    fail in the same way, or the request has timed out.
     """
     if not error.retryable or error.phase in ("request", "deadline"):
         return None
@@ -226,7 +226,7 @@ class Frames:
 
 
 class FrameHistory:
-    """The texts of a response's frames.
+    """The texts of a response's frames, except those that begin with `!` or `#`.
 
     A text is added once the events of its frame, if any, have been sent to the client.
 

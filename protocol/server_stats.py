@@ -1,7 +1,7 @@
 """The response of a server to GET /stats, which the proxy's page displays.
 
-The response contains metric values and the times of the most recent requests, but no
-texts and no token ids.
+The response contains the response to GET /ready, metric values and reports of the most
+recent requests, but no texts and no token ids.
 """
 
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ import msgspec
 
 STATS_PATH = "/stats"
 MAX_ID_CHARS = 128
-# Response header with a RequestReport as JSON. A streaming response has a frame with
-# the report instead (protocol/resume.py), because its headers are sent first.
+# Response header with a RequestReport as JSON. A stream in frames has a frame with the
+# report instead (protocol/resume.py), because its headers are sent first.
 REPORT_HEADER = "x-baton-report"
 PHASES = ("queue", "transfer", "fence", "prefill", "decode")
 
 
 class PhaseTimes(msgspec.Struct, omit_defaults=True):
-    """The times at which the phases of a request ended in the engine.
+    """The times of the events of a request in the engine.
 
-    A time is None until its phase has ended. The unit is seconds of the machine's
-    monotonic clock, which all processes of a server share.
+    A time is None until its event. The unit is seconds of the machine's monotonic
+    clock, which all processes of a server share.
     """
 
     # The request began to wait for KV blocks. If the request pulls KV, the lender had
@@ -36,9 +36,7 @@ class PhaseTimes(msgspec.Struct, omit_defaults=True):
     drawn: float | None = None
 
     def since(self, start_s: float) -> dict[str, float]:
-        """Returns the times of the phases that have ended, in seconds after
-        `start_s`.
-        """
+        """Returns the times of the events so far, in seconds after `start_s`."""
         times = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return {
             name: round(time_s - start_s, 6)
@@ -53,15 +51,16 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         endpoint: The value of the label `endpoint` in the metric baton_requests.
         outcome: The value of the label `outcome` in the same metric.
-        error: The error code of a failed request, else None.
-        times: Seconds since the server received the request. The keys are the fields of
-            PhaseTimes (for the first prompt), `accepted` (tokenized and sent to the
-            engine), `first` (the first token was sent to the client) and `end`.
+        error: The code of the BatonError that ended the request, else None.
+        times: Seconds since the server received the request. The keys are those of the
+            following events that occurred: the fields of PhaseTimes (for the first
+            prompt), `accepted` (tokenized and sent to the engine), `first` (the engine
+            sent the first token) and `end`.
         generated: Number of generated tokens.
         cached_tokens: Number of prompt tokens whose KV neither this server nor the
-            prefill server computed.
+            prefill server computed. 0 unless the response is complete.
         kv: Number of prompt tokens by the source of their KV; see KVUsage in
-            protocol/messages.py.
+            protocol/messages.py. Empty unless the response is complete.
     """
 
     endpoint: str

@@ -8,8 +8,8 @@ VERSION = "0.1.0"
 def system_fingerprint(model_fingerprint: str) -> str:
     """Returns a hash of the model and of Baton's version.
 
-    While the fingerprint is unchanged, a repeated request with the same seed has the
-    same result.
+    If the fingerprint has changed, a repeated request with the same seed may have a
+    different result.
     """
     digest = hashlib.sha256(f"{VERSION} {model_fingerprint}".encode()).hexdigest()
     return f"fp_{digest[:16]}"

@@ -120,7 +120,7 @@ class ContentBlock(Strict):
 
 
 def _check_type(given: Any, types: Collection[str], must_be: str | None) -> None:
-    """Raises the error of `fault` if an object has an unknown `type`.
+    """Raises the error of `fault` if an object has an unknown `type`, or none.
 
     Without this check, the error would be about a different member of the object.
     """

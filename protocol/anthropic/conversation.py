@@ -1,8 +1,8 @@
 """Converts the conversation of a request to the Messages API to messages of a chat.
 
 Each run of messages of one role is one turn, as in Anthropic's API. A turn of the user
-becomes a message for each tool result, and then one message with the texts, because
-chat templates expect the results directly after the calls. A turn of the assistant
+becomes a message for each tool result, and then one message with the texts, if any.
+Chat templates expect the results directly after the calls. A turn of the assistant
 becomes one message with its texts, its calls and its reasoning.
 """
 
@@ -145,6 +145,8 @@ def cache_ttls(
     top_level: CacheControl | None,
 ) -> tuple[str, ...]:
     """Returns the `ttl` of each `cache_control`, in the order of the prompt.
+
+    A `cache_control` within the content of a tool result does not count.
 
     Args:
         top_level: The `cache_control` of the request, which applies to the last block.

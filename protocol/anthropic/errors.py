@@ -57,8 +57,8 @@ def check_version(scope: Mapping[str, Any]) -> None:
     a date.
 
     All versions, and requests without the header, are served in the same way. A list of
-    known versions would exclude the next release of Anthropic's client, which may send
-    a new version although it uses the API as before.
+    known versions would exclude the next release of Anthropic's client. That release
+    may send a new version although it uses the API as before.
     """
     if not is_messages_path(scope["path"]):
         return

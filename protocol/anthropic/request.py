@@ -51,7 +51,7 @@ _Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TO
 
 
 class ConversationFields(Strict):
-    """The fields that determine the prompt."""
+    """The fields that both request bodies have, such as those of the prompt."""
 
     model: ModelName = ""
     messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1)] = (
@@ -73,7 +73,8 @@ class ConversationFields(Strict):
         OutputConfig(), description="an object with `effort` and `format`"
     )
     cache_control: CacheControlField = None
-    # Baton never edits a conversation. The response has an empty list of edits.
+    # Baton never edits a conversation. If a request has this field, the response has an
+    # empty list of edits.
     context_management: dict[str, Any] | None = Field(
         None, description="an object; it changes nothing here"
     )
@@ -184,6 +185,7 @@ def parse_messages(body: dict[str, Any]) -> MessagesChat:
 
     Raises:
         InvalidRequest: A field is wrong. The message has its name.
+        ThreadUnsupported: The request refers to a stored conversation.
     """
     request = validate(MessagesRequest, body)
     answer_fields = {
@@ -199,13 +201,14 @@ def parse_count_tokens(body: dict[str, Any]) -> MessagesChat:
 
     Raises:
         InvalidRequest: A field is wrong. The message has its name.
+        ThreadUnsupported: The request refers to a stored conversation.
     """
     request = validate(CountTokensRequest, body)
     return validate(MessagesChat, _prompt_fields(request))
 
 
 def _prompt_fields(request: ConversationFields) -> dict[str, Any]:
-    """Returns the fields of the chat that determine its prompt."""
+    """Returns the fields of the chat that the ConversationFields determine."""
     output = request.output_config
     return {
         "original": request,

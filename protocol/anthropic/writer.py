@@ -1,9 +1,9 @@
 """Writes the response to /v1/messages: a message, or the events of a stream.
 
 The events of a stream are: message_start, the events of each block, message_delta and
-message_stop. The events of a block are content_block_start, content_block_delta
-(several) and content_block_stop. A failed stream ends with an error event. There are
-ping events after message_start, and while a stream is silent.
+message_stop. The events of a block are content_block_start, content_block_delta (any
+number) and content_block_stop. A failed stream ends with an error event. There is a
+ping event after message_start, and further ping events while a stream is silent.
 
 A block is the model's reasoning, a text, or a tool call.
 """
@@ -237,8 +237,9 @@ class MessagesWriter(ResponseWriter):
     def _usage(self, usage: Usage) -> dict[str, Any]:
         """Returns the usage. Its three counts of input tokens add up to the prompt.
 
-        Every prompt is cached. However, the usage reports the creation of cache entries
-        only for requests with `cache_control`, as their clients expect.
+        Prompts without `cache_control` are cached, too. However, the usage reports the
+        creation of cache entries only for requests with `cache_control`, as their
+        clients expect.
         """
         num_read = usage.kv.cached_tokens
         num_computed = usage.prompt_tokens - num_read

@@ -105,8 +105,8 @@ class CalledFunction(Strict):
 class ToolCall(Strict):
     """An earlier tool call of the model.
 
-    The `arguments` are converted to an object, because chat templates write the JSON
-    themselves.
+    The `arguments` are converted to an object if possible, because chat templates write
+    the JSON themselves.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -247,7 +247,9 @@ Effort = Annotated[
 
 
 class PromptFields(Strict):
-    """The fields, besides the messages, that determine a conversation's prompt."""
+    """The fields, besides the messages, that determine the prompt of a conversation for
+    /v1/chat/completions and /tokenize.
+    """
 
     add_generation_prompt: bool | None = Field(None, description="true or false")
     continue_final_message: Switch = False
@@ -284,7 +286,7 @@ class ChatRequest(PromptFields, GenerationRequest):
 
     @cached_property
     def toolset(self) -> Tools:
-        """The tools that the model sees, and whether it must call one."""
+        """The tools of the request, and how the model may use them."""
         return read_tools(
             self.tools,
             self.tool_choice,

@@ -1,7 +1,7 @@
 """Fields by which a client asks to keep the KV of its prompt for the next requests.
 
-They set soft pins (kvcache/pins/): the KV is evicted later than other KV, and no
-request is refused because of it.
+`prompt_cache_retention` and `cache_control` set soft pins (kvcache/pins/): the KV is
+evicted later than other KV, and no request is refused because of it.
 """
 
 from dataclasses import dataclass

@@ -33,13 +33,13 @@ BODIES: Final[dict[str, type["Strict"]]] = {}  # classes of request bodies, by e
 class Strict(BaseModel):
     """A JSON object that is validated strictly.
 
-    Unknown members and NaN are errors, and a value of another type is never coerced. A
-    null member counts as absent, unless `keeps_null` names it. A subclass may allow
-    unknown members by its `model_config`.
+    Unknown members, NaN and infinity are errors. No value is coerced to another type,
+    except an integer to a float. A null member counts as absent, unless `keeps_null`
+    names it. A subclass may allow unknown members by its `model_config`.
 
     Class attributes:
-        endpoint: The path at which the object is the request body; empty for an object
-            within a body.
+        endpoint: The path at which the object is the request body, or is made from the
+            request body; empty for other objects.
         summary: A sentence that describes the endpoint.
         must_be: The requirement in the error about a value that is not such an object.
         reported_whole: Whether the error about a wrong member shows the whole object.
@@ -295,6 +295,7 @@ def validate(model: type[Model], body: Any) -> Model:
     Raises:
         InvalidRequest: A field is wrong. The message has its name, its value and the
             requirement.
+        RequestError: The method `check` of the instance raised it.
     """
     try:
         parsed = model.model_validate(body)

@@ -1,6 +1,7 @@
 """Writes the JSON of responses, streamed and complete.
 
-The writer for /v1/responses is in responses_writer.py.
+The writer for /v1/responses is in responses_writer.py, and the writer for /v1/messages
+in protocol/anthropic/writer.py.
 
 For speed, responses are encoded by msgspec and not validated by pydantic.
 """
@@ -40,7 +41,8 @@ class TokenReport(msgspec.Struct, frozen=True):
         top: The most likely tokens with their log-probabilities, in descending order.
         offset: Number of characters before the token in the answer, which begins with
             the prompt if the prompt is echoed.
-        is_of_text: False for a token of the reasoning or of the tags around it.
+        is_of_text: False for a token of the reasoning, of the tags around it, or of the
+            head of a message in gpt-oss's format.
     """
 
     token: TokenText
@@ -55,9 +57,10 @@ class ChoicePiece(msgspec.Struct):
 
     Attributes:
         index: Index of the choice in the response.
-        logprobs: One per token, if the request needs logprobs.
-        finish_reason: Why the choice ended ("stop", "length", "tool_calls" or "abort");
-            only set on the last piece.
+        logprobs: One per token, if the request needs logprobs. In the first piece,
+            those of an echoed prompt precede them.
+        finish_reason: Why the choice ended: "stop", "length", "tool_calls", "abort" or
+            CACHE_MISS (protocol/messages.py). Only set on the last piece.
         stop_reason: The client's stop string or stop token that ended the choice.
         is_first: Whether this is the first piece of the choice.
         prompt_token_ids: Only set on the first piece, if the request needs the ids.
@@ -174,10 +177,11 @@ class ResponseWriter:
 
     Class attributes:
         id_prefix: Prefix of the `id` of responses.
-        has_prompt_ids_in_choices: Whether each choice has the `prompt_token_ids`.
+        has_prompt_ids_in_choices: Whether `prompt_token_ids` is a member of each choice
+            instead of the response.
         full_object: The member `object` of a complete response.
         chunk_object: The member `object` of an event.
-        end: The bytes that end a stream.
+        end: The bytes that end a stream that has not failed.
         ping: The event that shows clients of a silent stream that it continues; empty
             if the endpoint's format has none.
     """
@@ -227,8 +231,8 @@ class ResponseWriter:
         """Returns the events for one piece of one choice.
 
         Args:
-            usage: The usage so far; None unless the client requested a usage in every
-                chunk.
+            usage: The usage so far; None unless `continuous_usage` of the request is
+                true.
         """
         tail = (
             {"usage": usage and usage.to_openai()}
@@ -243,7 +247,7 @@ class ResponseWriter:
         """Returns the events for the last piece of the last choice.
 
         Args:
-            extra: Additional members of the last event, which also has `baton_kv`.
+            extra: Additional members of the event that has `baton_kv`.
         """
         tail = {"baton_kv": usage.baton_kv(), **extra}
         if not self._request.include_usage:

@@ -4,7 +4,7 @@ The events of a stream are: created, in_progress, the events of each item, and c
 or incomplete. A failed stream ends with the events error and failed.
 
 An item is the model's reasoning, a message or a tool call. The events of a message are
-output_item.added, content_part.added, output_text.delta (several), output_text.done,
+output_item.added, content_part.added, output_text.delta (any number), output_text.done,
 content_part.done and output_item.done. The events of reasoning are the same, with
 reasoning_text instead of output_text. A tool call has function_call_arguments instead
 of output_text, and no content_part events.
@@ -146,7 +146,7 @@ class ResponsesWriter(ResponseWriter):
         self._pending_logprobs: list[TokenReport] = []
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None = None) -> bytes:
-        """Returns the events of a piece. The item that the piece extends stays open."""
+        """Returns the events of a piece. The piece's last item stays open."""
         events = []
         if piece.is_first:
             response = self._response("in_progress")

@@ -322,7 +322,9 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of top logprobs to return at each position of the prompt."""
+        """Number of top logprobs to return at each position of the prompt; None: no
+        prompt logprobs.
+        """
         return self.prompt_logprobs
 
     @property
@@ -367,12 +369,11 @@ class GenerationRequest(SamplingAndStopFields, StructuredFields, CommonFields):
         return self.usual_limit_field
 
     def without_prompt_fields(self) -> Self:
-        """Returns this request without the fields that are only needed to build its
-        prompts and its prediction.
+        """Returns this request without its `prediction`.
 
-        Parsed prompts take much more memory than their text. Without the parsed
-        prompts, less memory is used while the response is generated, which may take
-        minutes.
+        In a chat, `chat_template_kwargs` and most messages are left out, too. Parsed
+        messages take much more memory than their text, and generating the response may
+        take minutes.
         """
         return self.model_copy(update={"prediction": None})
 

@@ -32,7 +32,7 @@ def _schema_grammar(schema: dict[str, Any] | str) -> Grammar:
     """Returns the grammar for a JSON schema.
 
     Raises:
-        ValueError: The schema is not a JSON object.
+        ValueError: The schema is not a JSON object, or has an unpaired surrogate.
     """
     value = exact_json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):

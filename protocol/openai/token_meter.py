@@ -2,7 +2,7 @@
 
 If the response has a `usage`, its numbers are used. Otherwise the tokens that Baton's
 failover frames list are counted (protocol/resume.py). Without frames, each event counts
-as one token. This is a lower bound, because an event may have more tokens.
+as one token. This is an estimate, because an event may have no token or several.
 """
 
 import msgspec
@@ -13,8 +13,9 @@ from protocol.resume import num_tokens_of
 class _Usage(msgspec.Struct):
     """The usage in a response.
 
-    Completions and chats have the first two members. /v1/responses and /v1/messages
-    have the other members. In /v1/messages, three members together count the prompt.
+    Completions and chats have the first two members, and /v1/responses has
+    `input_tokens` and `output_tokens`. /v1/messages has all members except the first
+    two. Its three counts of input tokens add up to the prompt.
     """
 
     prompt_tokens: int | None = None
@@ -41,7 +42,8 @@ class _Answer(msgspec.Struct):
     """The members that TokenMeter reads in a response or an event.
 
     Attributes:
-        response: The complete response in the last event of /v1/responses.
+        response: The response in an event of /v1/responses. In the last event, it has a
+            usage.
         count: Number of tokens in a response of /tokenize.
         input_tokens: Number of tokens in a response of /v1/messages/count_tokens.
     """
@@ -76,8 +78,8 @@ class TokenMeter:
         return self._num_framed_tokens or self._num_events
 
     def reset(self) -> None:
-        """Resets the counts, because a different server now starts the response from
-        the beginning.
+        """Resets the counts. The proxy calls this when a different server starts the
+        response from the beginning.
         """
         self.num_prompt_tokens: int | None = None
         self.has_begun = False

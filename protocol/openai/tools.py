@@ -87,7 +87,8 @@ class Tools:
         is_parallel: Whether an answer may have several calls.
         function_path: Path, within a tool, of the members of its function, for error
             messages: "function." in chats, empty in other APIs.
-        parameters_name: The name of the request's members that have function schemas.
+        parameters_name: The name, in the request, of the member of a tool with the
+            schema of its arguments.
     """
 
     offered: tuple[dict[str, Any], ...] = ()
@@ -146,8 +147,8 @@ def read_tools(
         parameters_name: See Tools.
 
     Raises:
-        InvalidRequest: Two tools have the same name, or the choice requires a tool that
-            is not offered.
+        InvalidRequest: Two tools have the same name, or the choice requires a call and
+            the required tool, or any tool, is missing.
     """
     functions = [
         {key: value for key, value in tool["function"].items() if value is not None}

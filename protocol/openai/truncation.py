@@ -1,8 +1,7 @@
-"""The length to which prompts are truncated. Proxies and servers compute the same
-length.
+"""The length to which prompts are truncated if they are to fit the context.
 
-If the client sets no limit on output tokens, a part of the context is reserved for the
-answer.
+Proxies and servers compute it in the same way. The client's limit on output tokens is
+reserved for the answer. Without such a limit, a part of the context is reserved.
 """
 
 _MAX_RESERVED_TOKENS = 1024

@@ -28,7 +28,8 @@ dcp, decode, storing, widening = (
     importlib.import_module(f"attention.kernels.{name}")
     for name in ("dcp", "decode", "store", "widen")
 )
-# Kernels also compute with uninitialized rows, and ignore the results.
+# Kernels also compute with uninitialized rows, which may cause warnings. They ignore
+# the results.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SCALES = (0.02, 0.5, 0.003, 1.0)
 
@@ -47,7 +48,7 @@ def _no_gpu():
         sys.modules["flashinfer.utils"].is_sm90a_supported = lambda device: False
         patch.setattr("attention.flashinfer_base.check_supported", lambda *args: None)
         patch.setattr("attention.self_test._CONTEXTS", (5, 64))
-        # There are so few pieces that each has several tiles.
+        # With few pieces, each piece of a context has several tiles.
         patch.setattr("attention.pieces.SPARE_PIECES", 3)
         patch.setattr(torch, "empty", empty_unpinned)
         patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
@@ -100,8 +101,8 @@ def last_tokens(lens):
 
 
 def backend_after_prompts(shape, seqs, lens):
-    """Returns a backend and its pool, which has all tokens but the last of each
-    sequence.
+    """Returns a backend. Its pool has the KV of all tokens except the last token of
+    each sequence.
     """
     pool = plain.make_pool(shape)
     prompts = [(seq, 0, length - 1) for seq, length in enumerate(lens) if length > 1]
@@ -140,8 +141,9 @@ def test_single_tokens_equal_plain_attention(problem):
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_kv_before_the_window_is_not_used(is_fp8):
-    """A pull brings no KV before the window, and the first block may have been that of
-    a request with values that are not finite."""
+    """A pull copies no KV before the window. So the window's first block may still have
+    non-finite KV of an earlier request.
+    """
     window = 30
     kv = {} if is_fp8 else {"kv_dtype": "", "scales": ()}
     shape = fp8_shape(layers=(LayerAttention(AttentionKind(window)),) * 2, **kv)
@@ -157,10 +159,37 @@ def test_kv_before_the_window_is_not_used(is_fp8):
     plain.check_step(backend, shape, seqs, last_tokens(lens), tolerance=4e-3)
 
 
+@examples(12)
+@given(problems(), st.lists(st.integers(0, 9), min_size=3, max_size=3))
+def test_rows_that_verify_proposals_equal_plain_attention(problem, num_proposals):
+    """Rows of one context share its loads. KV after a row's token does not count."""
+    shape, lens = problem
+    lens = [length + count for length, count in zip(lens, num_proposals, strict=False)]
+    seqs = plain.make_sequences(shape, lens)
+    pool = plain.make_pool(shape)
+    prompts = []
+    rows = []
+    for seq, length in enumerate(lens):
+        first = length - 1 - num_proposals[seq]
+        if first:
+            prompts.append((seq, 0, first))
+        rows += [(seq, token, token + 1) for token in range(first, length)]
+    if prompts:
+        plain.run_step(plain.make(shape, pool=pool), shape, seqs, prompts)
+    plain.check_step(
+        plain.make(shape, "flashinfer", pool=pool),
+        shape,
+        seqs,
+        rows,
+        num_padding=2,
+        tolerance=4e-3 if shape.dtype == "float16" else 1.6e-2,
+    )
+
+
 @pytest.mark.parametrize("window", [None, 30])
 def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
-    """The launches are recorded and repeated with the captured tensors, as in a CUDA
-    graph.
+    """Instead of a CUDA graph, the test records the kernel launches and repeats them
+    with the captured tensors.
     """
     shape = fp8_shape(layers=(LayerAttention(AttentionKind(window)),) * 2)
     lens = [130, 65, 400, 7]
@@ -193,7 +222,7 @@ def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
 
 
 def rotate_halves(x, cos_sin):
-    """Returns [T, H, D], rotated in float32 by cos_sin [T, D] and rounded to
+    """Returns `x` [T, H, D], rotated in float32 by cos_sin [T, D] and rounded to
     bfloat16.
     """
     low, high = x.float().chunk(2, dim=-1)
@@ -229,7 +258,7 @@ def test_keys_and_values_are_normed_rotated_and_stored(
     norms = None
     weights = torch.ones(sum(sizes), dim)
     if has_norms:
-        rows = rows.sign()  # -1 and 1 make the norm exact
+        rows = rows.sign()  # the norm of rows of -1 and 1 is exact
         norms = (torch.rand(dim), torch.rand(dim))
         by_component = torch.stack([norms[0], norms[1], norms[0]])
         weights = by_component.repeat_interleave(torch.tensor(sizes), 0)

@@ -64,9 +64,10 @@ def deployments(num_servers: int) -> list[Deployment]:
 def arrangements(num_servers: int) -> list[Deployment]:
     """Return the deployments for which corrections are measured.
 
-    These are the simplest replicas, and the splits with one prefill server, with one
-    decode server, and with equal numbers of both. All other splits use the correction
-    of the most similar of these splits.
+    One deployment is replicas with round-robin routing. The others are the splits with
+    one prefill server, with one decode server, and with about equal numbers of both.
+    Another split uses the correction of the split with the closest number of prefill
+    servers.
     """
     numbers = sorted({1, num_servers // 2, num_servers - 1})
     splits = [split(number, num_servers - number, "always") for number in numbers]

@@ -20,8 +20,8 @@ _SHARED_PROMPT = 256
 _PROMPTS_IN_FLIGHT = 2  # per server, so that its engine does not wait for requests
 _SHARED_PROMPTS = 8  # per server
 _DECODE_TOKENS = 32
-# Length of the answers of streams while other servers compute prompts. Such an answer
-# takes longer than several prompts.
+# Mixed measurements decode answers of this many tokens on some servers while other
+# servers compute prompts. Several prompts usually end during one such answer.
 _MIXED_TOKENS = 160
 # The prompt lengths are for steps of USUAL_STEP_TOKENS prompt tokens, as on a CPU. If
 # steps are larger by a factor, as on a GPU, prompts are longer by the same factor.
@@ -293,5 +293,7 @@ def _mean_step_s(timelines: Sequence[Timeline]) -> float:
 
 
 def mean_context(streams: int, prompt_tokens: int) -> float:
-    """Return the mean tokens of KV of all streams while `decode_s` measures."""
+    """Return how many tokens of KV all streams of a server have together, as the mean
+    over a measurement of `decode_s`.
+    """
     return streams * (prompt_tokens + _DECODE_TOKENS / 2)

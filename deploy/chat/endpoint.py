@@ -200,8 +200,8 @@ class Endpoint:
             ) from None
         except TimeoutError:
             raise ChatError(
-                f"{self.url} sent nothing in time; see GET /ready there, or raise "
-                "--timeout-s"
+                f"{self.url} did not respond in time; see GET /ready there. For slow "
+                "answers, raise --timeout-s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ChatError(

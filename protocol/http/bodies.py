@@ -1,7 +1,8 @@
 """Reads the bodies of requests, and limits their total size in a process.
 
-protocol/http/connections.py passes the `Bodies`, the transport and the refusal of a
-request through an extension of ASGI's scope; see `connection_state`.
+protocol/http/connections.py gives the application three values in an extension of
+ASGI's scope: the `Bodies`, the transport and, for a refused request, the error.
+`connection_state` returns these values.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Computes the share of KV blocks in use, which a server exposes and reports."""
+"""Computes the share of KV blocks in use for the metric `baton_kv_usage_ratio`."""
 
 from collections.abc import Mapping
 

@@ -256,7 +256,9 @@ def _cut_network(hosts: Hosts, servers: list[Server]) -> None:
 
 
 def _kill_host(hosts: Hosts, servers: list[Server]) -> None:
-    """Kill all processes of host b, so that host a sees no connection close."""
+    """Drop all packets from host b to host a, then kill the processes of host b. Host a
+    therefore does not see its connections close.
+    """
     hosts.drop_packets("b", "a")
     servers[1].child.signal(signal.SIGKILL)
 

@@ -1,7 +1,8 @@
 """A server that speculates gives the answers of a server that does not.
 
-Both servers run the same model in float32. Every answer is compared as a whole, except
-for ids, times, and the counts of proposed tokens.
+Both servers run the same model in float32. The comparison ignores ids, times,
+`baton_kv`, and the counts of accepted and rejected proposals. Logprobs may differ by
+0.001. All other parts of an answer must be equal.
 """
 
 import re

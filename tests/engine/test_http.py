@@ -332,7 +332,7 @@ async def test_messages_are_tokenized_as_in_a_chat(tokenizer, fields, expected):
         )
 
 
-# -- the document ----------------------------------------------------------------------
+# -- the OpenAPI document --------------------------------------------------------------
 
 
 async def test_openapi_document_lists_accepted_fields(tokenizer):

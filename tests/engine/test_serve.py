@@ -52,7 +52,8 @@ def resolve(*args, progress, **options):
     for response in (http.get("/health"), ready, http.get("/v1/models"), completion):
         print(response.status_code, response.text, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    # This thread blocks, as in a download of many files.
+    # A download of many files uses a pool of threads. The thread that resolves the
+    # model waits for this pool, but a stop must not.
     ThreadPoolExecutor().submit(time.sleep, 600).result()
 
 engine.serve.resolve_model = resolve

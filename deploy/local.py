@@ -81,9 +81,9 @@ def up(settings: LocalSettings, *, name: str = "up", only_warm: bool = False) ->
         if not only_warm:
             check_port(settings.host, settings.port)
         place = create_place(settings, only_warm=only_warm)
-    except (ClusterFailed, PlaceError) as error:
+        cluster = Cluster(settings, place)
+    except (ClusterFailed, PlaceError, OSError, ValueError) as error:
         return fail(name, str(error))
-    cluster = Cluster(settings, place)
     supervisor = cluster.supervisor
     reason: str | None = None
     with lifecycle.stop_signals(lambda _number, count: supervisor.on_signal(count)):

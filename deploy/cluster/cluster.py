@@ -31,7 +31,7 @@ from deploy.commands import (
     uses_store,
 )
 from deploy.healthcheck import LOOPBACK, url_host
-from protocol.settings.machine import free_host_bytes, has_gpu
+from protocol.settings.machine import cluster_secret, free_host_bytes, has_gpu
 from protocol.settings.settings import LocalSettings
 
 # Shortest interval between two updates of the proxy. At this interval, a failed update
@@ -56,6 +56,21 @@ def store_bytes(settings: LocalSettings) -> int:
     return int(free_host_bytes() * _STORE_SHARE)
 
 
+def _secret(settings: LocalSettings) -> str:
+    """Returns the cluster secret.
+
+    A KV store that the user has started accepts only servers with its secret.
+
+    Raises:
+        OSError: the file with this machine's secret cannot be read or created.
+        ValueError: the secret in the file is too short.
+    """
+    groups = settings.server_groups().values()
+    if settings.cluster_secret is None and not any(group.host_kv for group in groups):
+        return secrets.token_hex(32)
+    return cluster_secret(settings.cluster_secret).decode()
+
+
 class Cluster:
     """A proxy in front of prefill and decode servers.
 
@@ -69,7 +84,7 @@ class Cluster:
         needs_key = settings.has_keys or place.is_shared
         # The API key with which the proxy calls the servers; None: they have no keys.
         self.key = secrets.token_hex(32) if needs_key else None
-        self._secret = secrets.token_hex(32)
+        self._secret = _secret(settings)
         self.supervisor = Supervisor(
             max_restarts=settings.max_restarts,
             restart_window_s=settings.restart_window_s,

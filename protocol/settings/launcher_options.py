@@ -2,13 +2,14 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
+from protocol.settings.machine import MIN_SECRET_BYTES
 from protocol.settings.options import Options, Seconds
 
 
 class LauncherOptions(Options):
-    """The placement, the restarts and the KV store of a cluster."""
+    """The placement, the restarts, the KV store and the secret of a cluster."""
 
     topic: ClassVar[str] = "cluster"
     max_restarts: int = Field(5, ge=0, le=1000)
@@ -22,6 +23,10 @@ class LauncherOptions(Options):
     """how long a server that `baton scale` removes may finish its requests before it
     is stopped and its streams continue on other servers (s)
     """
+    cluster_secret: SecretStr | None = Field(None, min_length=MIN_SECRET_BYTES)
+    """cluster secret of the proxy, the servers and the KV store that --host-kv names.
+    Prefer the variable BATON_CLUSTER_SECRET (None: a new secret at each start; with
+    --host-kv the secret of this machine, which `baton kv` also uses)"""
     host_kv_bytes: int | None = Field(None, ge=0, le=2**48)
     """host memory of a KV store, which keeps the servers' KV after it was evicted, and
     after a server was killed (bytes; 0: no store; None: with GPUs a tenth of the free

@@ -18,7 +18,8 @@ from deploy.cluster.cluster import Cluster
 from deploy.cluster.places import LocalPlace, OnEvent, PlaceError
 from deploy.cluster.restarts import RestartBudget
 from deploy.cluster.supervisor import Part, State, Supervisor
-from deploy.commands import Command
+from deploy.commands import Command, proxy_command
+from protocol.settings.machine import cluster_secret
 from protocol.settings.settings import ServeSettings, UpSettings, load
 from protocol.settings.sources import ConfigError
 from tests.rigs.cluster import wait_until
@@ -312,6 +313,26 @@ def test_scaling_servers_that_the_cluster_does_not_have_is_refused():
     cluster = Cluster(load(ServeSettings, []), LocalPlace())
     cluster._on_request({"id": "x", "role": "prefill", "count": 1})
     assert cluster._problem == "this cluster has decode servers only"
+
+
+def test_cluster_has_the_secret_of_the_store_that_its_servers_use(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+
+    def secret(*argv: str) -> str:
+        return Cluster(load(ServeSettings, argv), LocalPlace())._secret
+
+    assert secret() != secret()
+    store = "--host-kv=127.0.0.1:9000"
+    assert secret(store) == cluster_secret(None).decode()
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "a secret that the user gave")
+    assert secret(store) == secret() == "a secret that the user gave"
+    # It is passed as a variable, because other users can read command lines.
+    urls = {"prefill": [], "decode": ["http://127.0.0.1:1"]}
+    command = proxy_command(load(ServeSettings, []), urls, secret())
+    assert "a secret that the user gave" not in " ".join(command.argv)
+    assert "a secret that the user gave" in command.env["BATON_CLUSTER_SECRET"]
 
 
 def test_optional_part_that_hangs_is_ended_while_the_others_have_time(monkeypatch):

@@ -2,7 +2,7 @@
 
 import hashlib
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 
 def system_fingerprint(model_fingerprint: str) -> str:

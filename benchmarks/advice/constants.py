@@ -22,8 +22,9 @@ class Correction:
     measurements predict.
 
     Attributes:
-        request: factor for the times that occur once per request, such as its prompt.
-        step: factor for the times that occur in every step.
+        request: factor for the computing time of prompts and the processor time of
+            requests and hand-overs. Delays such as `request_s` are not corrected.
+        step: factor for the decode time of a step and the delivery of its tokens.
     """
 
     request: float = 1.0

@@ -17,8 +17,8 @@ from benchmarks.simulation.engine import Engine
 from benchmarks.simulation.fleet import Fleet
 from proxy.placement.server_load import USUAL_STEP_S
 
-# If the predicted goodputs of two deployments differ by less than this share, the
-# simpler deployment is recommended.
+# Predicted goodputs that differ by less than this share count as equal. Replicas win a
+# tie. Among tied splits, the one with the lowest `limit_use` wins.
 NEGLIGIBLE_GAIN = 0.03
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.base import AttentionKind, Pages, RopeNormArgs
 from attention.kernels.store import store
 from attention.kernels.widen import widen
-from attention.pieces import PieceDecode, max_run_rows, partial_bytes
+from attention.pieces import PieceDecode, partial_bytes
 from attention.support import UnsupportedPool
 from kvcache import fp8
 
@@ -227,16 +227,14 @@ def _decode_errors(
     num_q_heads: int,
     kind: AttentionKind,
 ) -> list[Tensor]:
-    """Returns the relative errors of each row's output and log-sum-exp.
+    """Returns the relative errors of each context's output and log-sum-exp.
 
     An error is the norm of the difference divided by the norm of the expected tensor.
     """
     num_heads, block_size, dim = caches[0].shape[1:]
     device = caches[0].device
     heads = (num_q_heads, num_heads, dim)
-    run_rows = range(max_run_rows(num_q_heads, num_heads))
-    lens = [length + index for length in _CONTEXTS for index in run_rows]
-    num_seqs = len(lens)
+    num_seqs = len(_CONTEXTS)
     workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     # PieceDecode multiplies scores by the keys' scale. The softmax scale is therefore
@@ -249,7 +247,7 @@ def _decode_errors(
     with _null_blocks(caches) as (key, value):
         for block in (key, value):
             block.copy_(torch.randn(block.shape, device=device))
-        decode.plan(_null_pages(lens, block_size))
+        decode.plan(_null_pages(block_size))
         for small_programs in (False, True):
             out = torch.empty_like(q)
             lse = torch.empty(q.shape[:2], device=device)
@@ -263,7 +261,7 @@ def _decode_errors(
                 small_programs=small_programs,
             )
             results.append((out, lse))
-        for row, length in enumerate(lens):
+        for row, length in enumerate(_CONTEXTS):
             expected = _attend_repeated_block(q[row], key, value, length, kind)
             for result in results:
                 for tensor, right in zip(result, expected, strict=True):
@@ -272,17 +270,17 @@ def _decode_errors(
     return errors
 
 
-def _null_pages(lens: Sequence[int], block_size: int) -> Pages:
-    """Returns the pages of one context for each of these lengths.
+def _null_pages(block_size: int) -> Pages:
+    """Returns the pages of one context for each length in _CONTEXTS.
 
     Every block of these contexts is the null block.
     """
-    counts = -(-np.array(lens, np.int32) // block_size)
+    counts = -(-np.array(_CONTEXTS, np.int32) // block_size)
     indptr = np.cumsum([0, *counts], dtype=np.int32)
     return Pages(
         indptr=indptr,
         indices=np.zeros(indptr[-1], np.int32),
-        last_page_lens=np.array(lens, np.int32) - (counts - 1) * block_size,
+        last_page_lens=_CONTEXTS - (counts - 1) * block_size,
     )
 
 

@@ -1,8 +1,7 @@
 """Triton kernels that attend for single queries over a paged pool.
 
 Contexts are cut into pieces (attention/pieces.py). One kernel attends over each piece,
-and another merges the pieces of a context. The rows of a run share a context: each of
-them sees one token more than the row before it.
+and another merges the pieces of a sequence.
 
 FP8 elements are converted to float16, which represents each of them exactly. The GPU
 converts two elements in one instruction. Queries are first divided by a power of two
@@ -74,50 +73,40 @@ _block_of_tile: Any = triton.jit(_block_of)
 
 
 def _extent(  # type: ignore[no-untyped-def]
-    work, of_row, num_rows, indptr, indices, last_page_lens, piece, row,
-    PAGE: tl.constexpr,
-):  # fmt: skip
+    work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE: tl.constexpr
+):
     """Loads the extent of a piece and of its context.
 
-    Args:
-        of_row: the plan's numbers for each row, of which there are `num_rows`.
-        row: the first row of the piece's run.
-
     Returns:
-        A pointer to the context's block ids, the number of tokens that the first row of
-        the run sees, the first token of the piece, the last token + 1, the number of
-        rows of the run, and the index of the piece among the pieces of the context.
+        A pointer to the context's block ids, the number of the context's tokens, the
+        first token of the piece, the last token + 1, and the number of pieces of the
+        context.
     """
-    run_rows = tl.load(of_row + row)
-    index = piece - tl.load(of_row + num_rows + row)
-    last_row = row + run_rows - 1
-    page = tl.load(indptr + last_row)
-    page_end = tl.load(indptr + last_row + 1)
-    length = (page_end - page - 1) * PAGE + tl.load(last_page_lens + last_row)
+    first = tl.load(work + 1 + num_pieces + row)
+    num_parts = tl.load(work + 2 + num_pieces + row) - first
+    page = tl.load(indptr + row)
+    page_end = tl.load(indptr + row + 1)
+    length = (page_end - page - 1) * PAGE + tl.load(last_page_lens + row)
     chunk = tl.load(work)
-    begin = index * chunk
-    end = tl.minimum(begin + chunk, length)
-    return indices + page, length - run_rows + 1, begin, end, run_rows, index
+    begin = (piece - first) * chunk
+    return indices + page, length, begin, tl.minimum(begin + chunk, length), num_parts
 
 
 _extent_of_piece: Any = triton.jit(_extent)
 
 
 def _query(  # type: ignore[no-untyped-def]
-    heads, is_used, scale, DIM: tl.constexpr, FP8: tl.constexpr
+    pointers, in_group, scale, FP8: tl.constexpr
 ):
-    """Loads the query heads of the rows of a run as columns.
+    """Loads the query heads as columns.
 
-    `heads` are pointers to the heads.
-
-    For FP8 KV, the queries of each column are divided by a power of two, the unit,
-    before they are converted to float16. So the largest elements lose no bit.
+    For FP8 KV, the queries of each head are divided by a power of two, the unit, before
+    they are converted to float16. So the largest elements lose no bit.
 
     Returns:
         The queries, and the factor of their products with keys: `scale` times the unit.
     """
-    pointers = heads[None, :] + tl.arange(0, DIM)[:, None]
-    query = tl.load(pointers, mask=is_used[None, :], other=0.0)
+    query = tl.load(pointers, mask=in_group, other=0.0)
     if FP8:
         query = query.to(tl.float32)
         highest = tl.maximum(tl.max(tl.abs(query), 0), 1e-30)
@@ -132,72 +121,20 @@ _query_and_factor: Any = triton.jit(_query)
 
 
 def _store_result(  # type: ignore[no-untyped-def]
-    out, lse, rows, heads, is_used, acc, lse_of_columns,
+    out, lse, row, heads, in_group, acc, lse_of_heads,
     GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Stores the output and the log-sum-exp of some columns.
+    """Stores the output and the log-sum-exp of some heads.
 
-    `rows` are rows of the step, or indices of partial results.
+    `row` is a row of the step, or a piece if `out` and `lse` are partial results.
     """
-    row_heads = rows.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
+    row_heads = row.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
     target = out + row_heads[None, :] * DIM + tl.arange(0, DIM)[:, None]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=is_used[None, :])
-    tl.store(lse + row_heads, lse_of_columns, mask=is_used)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=in_group[None, :])
+    tl.store(lse + row_heads, lse_of_heads, mask=in_group)
 
 
-_store_columns: Any = triton.jit(_store_result)
-
-
-def _store_piece_result(  # type: ignore[no-untyped-def]
-    out, lse, partials, partial_lses, of_row, num_rows, row, index,
-    within, heads, acc, lse_of_columns, GROUP: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """Stores the results of a piece: final if the context has no other piece, else
-    partial.
-
-    Args:
-        row: the first row of the piece's run.
-        index: the index of the piece among the pieces of the context.
-        within: the index of each column's row in the run.
-    """
-    run_rows = tl.load(of_row + row)
-    is_used = within < run_rows
-    if tl.load(of_row + 2 * num_rows + row) == 1:
-        _store_columns(
-            out, lse, row + within, heads, is_used, acc, lse_of_columns, GROUP, DIM
-        )
-    else:
-        results = tl.load(of_row + 3 * num_rows + row) + index * run_rows + within
-        _store_columns(
-            partials, partial_lses, results, heads, is_used, acc, lse_of_columns,
-            GROUP, DIM,
-        )  # fmt: skip
-
-
-_store_piece: Any = triton.jit(_store_piece_result)
-
-
-def _visible(  # type: ignore[no-untyped-def]
-    token, end, first_length, within, window, WINDOWED: tl.constexpr
-):
-    """Returns which tokens of a tile any row of the run sees, and which of them each
-    column sees.
-
-    Args:
-        end: the last token of the piece + 1.
-        first_length: the number of tokens that the first row of the run sees.
-        within: the index of each column's row in the run.
-    """
-    lengths = first_length + within
-    live = token < end
-    seen = live[:, None] & (token[:, None] < lengths[None, :])
-    if WINDOWED:
-        live = live & (token >= first_length - window)
-        seen = seen & (token[:, None] >= lengths[None, :] - window)
-    return live, seen
-
-
-_visible_tokens: Any = triton.jit(_visible)
+_store_heads: Any = triton.jit(_store_result)
 
 
 def _mask_scores(  # type: ignore[no-untyped-def]
@@ -206,34 +143,32 @@ def _mask_scores(  # type: ignore[no-untyped-def]
     """Applies the soft cap to a tile's scores and masks tokens that are not `seen`."""
     if CAPPED:  # tanh(x) == 2 * sigmoid(2 * x) - 1
         scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap
-    return tl.where(seen, scores, -1e30)
+    return tl.where(seen[:, None], scores, -1e30)
 
 
 _masked: Any = triton.jit(_mask_scores)
 
 
-# In the matrix products, a row is a token, and a column is a query head of one of the
-# run's rows. The GPU's matrix instructions need more rows than there are columns. Block
-# ids are loaded one iteration ahead, so that loads of keys do not wait for block ids.
+# In the matrix products, rows are tokens and columns are heads. The GPU's matrix
+# instructions need more rows than a KV head has query heads. Block ids are loaded one
+# iteration ahead, so that loads of keys do not wait for block ids.
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, work, indptr, indices, last_page_lens,
     out, lse, partials, partial_lses, scale, value_scale, soft_cap, window, num_pieces,
-    num_rows, q_token, cache_block, cache_head, cache_token,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    q_token, cache_block, cache_head, cache_token,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Attends over one piece, for the rows of its run and the heads of one KV head."""
+    """Attends over one piece of one context, for the query heads of one KV head."""
     piece, kv_head = tl.program_id(0), tl.program_id(1)
     planned = tl.load(work + 1 + piece)
     row = tl.maximum(planned, 0)
-    of_row = work + 1 + num_pieces
-    keys, values = keys + kv_head * cache_head, values + kv_head * cache_head
-    pages, first_length, begin, end, run_rows, index = _extent_of_piece(
-        work, of_row, num_rows, indptr, indices, last_page_lens, piece, row, PAGE
+    pages, length, begin, end, num_parts = _extent_of_piece(
+        work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE
     )
-    element, tile = tl.arange(0, DIM), tl.arange(0, TILE)
-    within = tl.arange(0, COLUMNS) // GROUP  # the index of a column's row in the run
-    q_heads = kv_head * GROUP + tl.arange(0, COLUMNS) % GROUP
+    head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
+    in_group, q_heads = head < GROUP, kv_head * GROUP + head
+    source = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
     if FP8:
         wait()
@@ -241,17 +176,18 @@ def _attend(  # type: ignore[no-untyped-def]
         let_next_begin_and_wait()
     if planned < 0:
         return
-    heads = q + (row + within).to(tl.int64) * q_token + q_heads * DIM
-    query, factor = _query_and_factor(heads, within < run_rows, scale, DIM, FP8)
-    acc = tl.zeros((DIM, COLUMNS), tl.float32)
-    top = tl.full((COLUMNS,), -1e30, tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
+    query, factor = _query_and_factor(source, in_group[None, :], scale, FP8)
+    acc = tl.zeros((DIM, HEADS), tl.float32)
+    top = tl.full((HEADS,), -1e30, tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
     for start in range(begin, end, TILE):
         token = start + tile
-        live, seen = _visible_tokens(token, end, first_length, within, window, WINDOWED)
+        live = token < end
+        seen = live & (token >= length - window) if WINDOWED else live
         offset = start % PAGE + tile if PAGE % TILE == 0 else token % PAGE
-        token_offsets = block.to(tl.int64) * cache_block + offset * cache_token
-        element_offsets = token_offsets[:, None] + element[None, :]
+        head_start = block.to(tl.int64) * cache_block + kv_head * cache_head
+        token_offsets = head_start + offset * cache_token
+        element_offsets = token_offsets[:, None] + column[None, :]
         key = tl.load(keys + element_offsets, mask=live[:, None], other=0.0)
         scores = tl.dot(key.to(query.dtype), query) * factor
         scores = _masked(scores, seen, soft_cap, CAPPED)
@@ -260,7 +196,7 @@ def _attend(  # type: ignore[no-untyped-def]
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 0)
         # A pulled block may contain NaN or infinity before the window.
-        value = tl.load(values + element_offsets, mask=live[:, None], other=0.0)
+        value = tl.load(values + element_offsets, mask=seen[:, None], other=0.0)
         if FP8:
             value = _values_to_float16(value)
         acc = tl.dot(tl.trans(value), weights.to(value.dtype), acc * decay[None, :])
@@ -270,39 +206,38 @@ def _attend(  # type: ignore[no-untyped-def]
         let_next_begin()  # an earlier call would slow down the products above
     piece_lse = top + tl.log2(total)
     acc = acc * (value_scale / total)[None, :]
-    _store_piece(
-        out, lse, partials, partial_lses, of_row, num_rows, row, index,
-        within, q_heads, acc, piece_lse, GROUP, DIM,
-    )  # fmt: skip
+    if num_parts == 1:
+        _store_heads(out, lse, row, q_heads, in_group, acc, piece_lse, GROUP, DIM)
+    else:
+        _store_heads(
+            partials, partial_lses, piece, q_heads, in_group, acc, piece_lse, GROUP, DIM
+        )
 
 
 def _merge(  # type: ignore[no-untyped-def]
-    work, partials, partial_lses, out, lse, num_pieces, num_rows, num_heads,
+    work, partials, partial_lses, out, lse, num_pieces, num_heads,
     DIM: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Merges the partial results of a row, for some query heads.
+    """Merges the partial results of a sequence's pieces, for some query heads.
 
-    If the row's context has a single piece, `_attend` has stored the result already.
+    If the sequence has a single piece, `_attend` has stored the result already.
     """
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    of_row = work + 1 + num_pieces + row
-    run_rows = tl.load(of_row)
-    num_parts = tl.load(of_row + 2 * num_rows)
-    first_result = tl.load(of_row + 3 * num_rows)
+    first = tl.load(work + 1 + num_pieces + row)
+    last = tl.load(work + 2 + num_pieces + row)
     let_next_begin_and_wait()
-    if num_parts == 1:
+    if last - first == 1:
         return
     is_head = head < num_heads
     column = tl.arange(0, DIM)
     top = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, DIM), tl.float32)
-    for start in range(0, num_parts, PIECES):
-        index = (start + tl.arange(0, PIECES))[:, None]
-        result = first_result + index * run_rows
-        piece_heads = (result * num_heads + head[None, :]).to(tl.int64)
-        is_partial = (index < num_parts) & is_head[None, :]
+    for start in range(first, last, PIECES):
+        piece = (start + tl.arange(0, PIECES))[:, None]
+        piece_heads = (piece * num_heads + head[None, :]).to(tl.int64)
+        is_partial = (piece < last) & is_head[None, :]
         piece_lse = tl.load(partial_lses + piece_heads, mask=is_partial, other=-1e30)
         pointers = partials + piece_heads[:, :, None] * DIM + column[None, None, :]
         part = tl.load(pointers, mask=is_partial[:, :, None], other=0.0)
@@ -324,13 +259,11 @@ def _merge(  # type: ignore[no-untyped-def]
 _PLANNED: Final = ["work", "indptr", "indices", "last_page_lens"]
 _attend_kernel: Any = triton.jit(
     _attend,
-    do_not_specialize=["window", "num_pieces", "num_rows"],
+    do_not_specialize=["window", "num_pieces"],
     do_not_specialize_on_alignment=_PLANNED,
 )
 _merge_kernel: Any = triton.jit(
-    _merge,
-    do_not_specialize=["num_pieces", "num_rows"],
-    do_not_specialize_on_alignment=["work"],
+    _merge, do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=["work"]
 )
 
 
@@ -338,10 +271,9 @@ def attend(
     q: Tensor, caches: tuple[Tensor, Tensor],
     planned: Sequence[Tensor], num_pieces: int,
     out: Tensor, lse: Tensor, partials: tuple[Tensor, Tensor], kind: AttentionKind,
-    *, scale: float, value_scale: float, tile: int, min_columns: int,
-    small_programs: bool | None = None,
+    *, scale: float, value_scale: float, tile: int, small_programs: bool | None = None,
 ) -> None:  # fmt: skip
-    """Attends for S rows with one query each.
+    """Attends for one query of each of S sequences.
 
     Args:
         q, out: [S, HQ, D], heads and elements contiguous; D a power of two.
@@ -351,17 +283,17 @@ def attend(
             arrays of the step's Pages.
         num_pieces: `max_pieces` of plan_pieces.
         lse: float32 [S, HQ]: filled with base-2 log-sum-exps.
-        partials: Memory for partial outputs and log-sum-exps, float32 of at least
-            R * HQ * D and R * HQ elements, where R is `max_results` of plan_pieces.
+        partials: Memory for partial outputs and partial log-sum-exps, float32 of at
+            least num_pieces * HQ * D and num_pieces * HQ elements.
         scale: Factor of the scores, including the FP8 scale of the keys.
         value_scale: FP8 scale of the values; 1.0 for all other dtypes.
         tile: Tokens read at once; the length of pieces is a multiple of `tile`.
-        min_columns: The fewest columns of a program, a power of two.
         small_programs: Whether programs have fewer warps, and for some FP8 heads
-            shorter tiles. This is faster for many programs. None: decided by number.
+            shorter tiles. That is faster if there are many programs. None: decided by
+            the number of programs.
     """
     keys, values = caches
-    (num_rows, num_q_heads, dim) = q.shape
+    (num_seqs, num_q_heads, dim) = q.shape
     num_kv_heads = keys.shape[1]
     assert keys.stride() == values.stride() and q.stride()[1:] == (dim, 1)
     group = num_q_heads // num_kv_heads
@@ -376,13 +308,13 @@ def attend(
     _attend_kernel[(num_pieces, num_kv_heads)](
         q, keys, values, *planned, out, lse, *partials,
         scale * _LOG2_E, value_scale, kind.soft_cap * _LOG2_E, kind.window or 0,
-        num_pieces, num_rows, q.stride(0), *keys.stride()[:3],
-        GROUP=group, COLUMNS=max(min_columns, triton.next_power_of_2(group)), DIM=dim,
+        num_pieces, q.stride(0), *keys.stride()[:3],
+        GROUP=group, HEADS=max(8, triton.next_power_of_2(group)), DIM=dim,
         PAGE=keys.shape[2], TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0,
         WINDOWED=kind.window is not None,
         num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
-    if small_programs or num_rows >= _MANY_ROWS:
+    if small_programs or num_seqs >= _MANY_ROWS:
         heads = 4
         pieces = 1024 // dim
         warps = 2
@@ -390,7 +322,7 @@ def attend(
         heads = 1
         pieces = 4096 // dim
         warps = 1
-    _merge_kernel[(num_rows, triton.cdiv(num_q_heads, heads))](
-        planned[0], *partials, out, lse, num_pieces, num_rows, num_q_heads,
+    _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, heads))](
+        planned[0], *partials, out, lse, num_pieces, num_q_heads,
         DIM=dim, HEADS=heads, PIECES=pieces, num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip

@@ -162,7 +162,9 @@ def test_kv_before_the_window_is_not_used(is_fp8):
 @examples(12)
 @given(problems(), st.lists(st.integers(0, 9), min_size=3, max_size=3))
 def test_rows_that_verify_proposals_equal_plain_attention(problem, num_proposals):
-    """Rows of one context share its loads. KV after a row's token does not count."""
+    """A step that verifies proposals has a row for each of them. All rows of a sequence
+    have the same blocks, and each row sees one token more than the row before it.
+    """
     shape, lens = problem
     lens = [length + count for length, count in zip(lens, num_proposals, strict=False)]
     seqs = plain.make_sequences(shape, lens)
@@ -184,6 +186,24 @@ def test_rows_that_verify_proposals_equal_plain_attention(problem, num_proposals
         num_padding=2,
         tolerance=4e-3 if shape.dtype == "float16" else 1.6e-2,
     )
+
+
+@pytest.mark.parametrize("num_tokens", [39, 64])
+def test_proposal_with_non_finite_values_changes_no_row_before_it(num_tokens):
+    """With 64 tokens, the proposal is the first token of a piece of the context."""
+    shape = fp8_shape(kv_dtype="", scales=())
+    seqs = plain.make_sequences(shape, [num_tokens + 1])
+    pool = plain.make_pool(shape)
+    prompt = [(0, 0, num_tokens - 1)]
+    plain.run_step(plain.make(shape, pool=pool), shape, seqs, prompt)
+    backend = plain.make(shape, "flashinfer", pool=pool)
+    rows = [(0, token, token + 1) for token in (num_tokens - 1, num_tokens)]
+    backend.plan(plain.make_batch(shape, seqs, rows))
+    q, k, v = plain.rows_of(shape, seqs, 0, rows)
+    v[1] = float("inf")
+    actual = plain.forward(backend, shape, 0, (q, k, v))
+    expected = plain.reference(shape, seqs, *rows[0])[0][0, 0]
+    torch.testing.assert_close(actual[0].double(), expected, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("window", [None, 30])

@@ -171,7 +171,7 @@ class Admission:
             )
         compiling_tokens = self._compiling_tokens
         added = _num_counted_tokens(entry.compiling)
-        if compiling_tokens and compiling_tokens + added > limit:
+        if added and compiling_tokens and compiling_tokens + added > limit:
             raise GrammarQueueFull(
                 f"the prompts that wait for their grammars have {compiling_tokens} "
                 f"tokens and this request has {added} more, the limit is {limit} "

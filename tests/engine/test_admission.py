@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.process import client
-from protocol.errors import MAX_RETRY_AFTER_S, QueueFull
+from protocol.errors import MAX_RETRY_AFTER_S, GrammarQueueFull, QueueFull
 from protocol.http.admission import MIN_TOKENS, Admission, QueueEntry
-from protocol.messages import AddRequest, SamplingParams, TokenDelta
+from protocol.messages import AddRequest, Grammar, SamplingParams, TokenDelta
 from protocol.settings.server_options import QueueOptions
 from tests.rigs.http_server import Server, connected, events, send_request, serving
 from tests.rigs.memory_pair import REMOTE
@@ -126,6 +126,19 @@ def test_empty_queue_accepts_any_prompt_but_then_no_tokens_beyond_its_limit():
     queue_entry.drop_all()
     queue_entry.drop_all()
     assert queue.admission.num_tokens == 0
+
+
+def test_only_requests_with_a_grammar_are_refused_because_of_waiting_grammars():
+    """An empty queue accepts a prompt that exceeds the limit alone."""
+    queue = Queue(limit=5000)
+    sampling = SamplingParams(grammar=Grammar("regex", "a"))
+    long_request = replace(make_request(50_000), sampling=sampling)
+    waiting = queue.admission.enter([long_request])
+    with pytest.raises(GrammarQueueFull):
+        queue.admission.enter([replace(make_request(64), sampling=sampling)])
+    queue.send_request(64)
+    waiting.drop_all()
+    queue.admission.enter([replace(make_request(64), sampling=sampling)])
 
 
 def test_urgent_requests_wait_only_for_urgent_requests():

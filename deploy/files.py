@@ -59,7 +59,10 @@ def write_files(target: Path, *, force: bool) -> Iterator[Path]:
     names = list(packaged_files())
     changed = [name for name in names if _differs(ROOT / name, target / name)]
     if changed and not force:
-        others = f" and {len(changed) - 1} other files" if len(changed) > 1 else ""
+        num_others = len(changed) - 1
+        others = ""
+        if num_others:
+            others = f" and {num_others} other file{'s' if num_others > 1 else ''}"
         raise ValueError(
             f"{target / changed[0]}{others} would be replaced: give another folder, or "
             "--force"

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 settings.model, settings.revision, settings.hf_overrides
             )
             print(config.summary)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"baton models: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         auto_dtype = "float32" if settings.device == "cpu" else config.dtype
         report = explain(settings, model, auto_dtype)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"baton plan: error: {error}", file=sys.stderr)
         return 1
     print(json.dumps(report) if settings.as_json else text(report))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from deploy import models
 from model.config import load_config
 from model.errors import ModelLoadError, ModelNotAvailable, UnsupportedModel
 from model.files.gguf import convert_gguf
@@ -281,3 +282,19 @@ def test_gguf_file_and_its_directory_resolve_to_the_same_conversion(
     write_gguf(tmp_path / "m" / "other.gguf", reference)
     with pytest.raises(ModelNotAvailable, match=r"model\.gguf, other\.gguf"):
         resolve_model(str(path.parent))
+
+
+def test_conversion_that_cannot_be_stored_is_one_line_with_the_fix(
+    tmp_path, monkeypatch, capsys
+):
+    reference = make("LlamaForCausalLM", tmp_path / "hf", head_dim=8)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, reference)
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    monkeypatch.setenv("BATON_CACHE", str(no_folder))
+    capsys.readouterr()  # the progress bars of the files above
+    assert models.main([str(path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("baton models: error: cannot store a converted")
+    assert captured.err.count("\n") == 1 and "BATON_CACHE" in captured.err

@@ -151,7 +151,6 @@ async def _measure(
             measurements, singles[0], step_tokens, shares_processors=shares_processors
         )
         times = await _with_slowdowns(times, measurements, singles)
-        times = await _with_mixed_slowdowns(times, measurements, singles)
         return times, max_model_len, await measurements.probe_s(singles[0])
 
 
@@ -211,33 +210,40 @@ async def _with_slowdowns(
     if times.shares_processors:
         decode_work_s = times.delivery_s + SHARED_STREAMS * times.delivery_token_s
         prompt_work_s = times.request_work_s
-    return replace(
+    times = replace(
         times,
         decode_slowdown=fit_slowdowns(decode_s, decode_work_s),
         prompt_slowdown=fit_slowdowns(prompt_s, prompt_work_s),
     )
+    # On a CPU, the simulation assumes that the slowdown does not depend on the kinds of
+    # the other tasks. The corrections of saturated servers (saturation.py) contain the
+    # error of this assumption.
+    if times.shares_processors:
+        return times
+    return await _with_mixed_slowdowns(
+        times, measurements, singles, decode_s[0], prompt_s[0]
+    )
 
 
 async def _with_mixed_slowdowns(
-    times: EngineTimes, measurements: Measurements, singles: Sequence[Client]
+    times: EngineTimes,
+    measurements: Measurements,
+    singles: Sequence[Client],
+    decode_alone_s: float,
+    prompt_alone_s: float,
 ) -> EngineTimes:
     """Measure how much streams and prompts of different servers slow each other down.
 
-    Only a GPU is measured. On a CPU, the simulation assumes that the slowdown does not
-    depend on the kinds of the other tasks. The corrections of saturated servers
-    (saturation.py) contain the error of this assumption.
+    Args:
+        decode_alone_s: mean duration of steps while the other servers are idle.
+        prompt_alone_s: time per prompt while the other servers are idle.
     """
-    if times.shares_processors:
-        return times
     decode_s = []
     prompt_s = []
     for count in range(2, len(singles) + 1):
         others = singles[1:count]
         decode_s.append(await measurements.mixed_decode_s(singles[0], others))
         prompt_s.append(await measurements.mixed_prompt_s(singles[0], others))
-    first = singles[:1]
-    decode_alone_s = await measurements.decode_s(first, SHARED_STREAMS, SHORT_PROMPT)
-    prompt_alone_s = await measurements.shared_prompt_s(first)
     return replace(
         times,
         mixed_decode_slowdown=fit_mixed_slowdowns(decode_s, decode_alone_s),

@@ -116,11 +116,17 @@ class Prompt:
 
 
 def until_read(decode: Decode, prompt: Prompt, start: int, stop: int) -> None:
+    """Waits until D has these tokens and its READs have ended. A READ ends a little
+    later than its bytes arrive, and until then it can still be spoiled.
+    """
     blocks = local_blocks(decode)
     expected_tokens = expected(prompt.final_remote, start, stop, decode.heads)
-    decode.until(
-        lambda: np.array_equal(decode.tokens(blocks, start, stop), expected_tokens)
-    )
+
+    def is_read() -> bool:
+        has_tokens = np.array_equal(decode.tokens(blocks, start, stop), expected_tokens)
+        return has_tokens and not decode.agents[0].active
+
+    decode.until(is_read)
 
 
 def drop_connections(prefill: Prefill) -> None:

@@ -52,11 +52,17 @@ def write_files(target: Path, *, force: bool) -> Iterator[Path]:
         force: Replace files that exist with other content.
 
     Raises:
-        ValueError: A file exists with other content, and `force` is False. No file has
-            been written.
+        ValueError: A file exists with other content, and `force` is False; or a folder
+            exists in place of a file. No file has been written.
         OSError: A file cannot be written.
     """
     names = list(packaged_files())
+    folders = [target / name for name in names if (target / name).is_dir()]
+    if folders:
+        raise ValueError(
+            f"{folders[0]} is a folder, not a file: move it away, or give another "
+            f"folder than {target}"
+        )
     changed = [name for name in names if _differs(ROOT / name, target / name)]
     if changed and not force:
         num_others = len(changed) - 1
@@ -78,7 +84,7 @@ def _differs(source: Path, target: Path) -> bool:
     """Returns whether `target` exists, with other content than `source`."""
     if not target.exists():
         return False
-    return not target.is_file() or target.read_bytes() != source.read_bytes()
+    return target.read_bytes() != source.read_bytes()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -57,6 +57,14 @@ def test_files_replaces_changed_files_only_by_force(tmp_path, capsys):
     assert changed.read_bytes() == content and missing.exists()
 
 
+def test_files_writes_nothing_into_a_folder_in_place_of_a_file(tmp_path, capsys):
+    folder = tmp_path / "deploy" / "Dockerfile"
+    folder.mkdir(parents=True)
+    assert files.main([str(tmp_path), "--force"]) == 1
+    assert f"{folder} is a folder, not a file" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_installation_has_every_package_of_the_repository():
     (folders,) = [
         ast.literal_eval(node.value)

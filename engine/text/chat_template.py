@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -276,8 +276,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
         isinstance(value, str) and value is not _NULL
     )
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def _strftime_now(form: str) -> str:
+    """Formats the current time in UTC.
+
+    Transformers uses the local time. Servers in different time zones would then compute
+    different prompts for the same messages, and could not use each other's KV.
+    """
+    return datetime.now(UTC).strftime(form)
 
 
 def _raise_exception(message: str) -> NoReturn:

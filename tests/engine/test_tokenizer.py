@@ -481,3 +481,7 @@ def test_developer_message_is_a_system_message_for_templates_without_that_role()
     assert render("{{ messages[0].role }}", message) == "system"
     assert render("{# developer #}{{ messages[0].role }}", message) == "developer"
     assert message["role"] == "developer"
+
+
+def test_date_in_a_prompt_does_not_depend_on_the_time_zone_of_the_server():
+    assert render("{{ strftime_now('%z') }}") == "+0000"

@@ -63,13 +63,14 @@ def make_drafter(
     depth: int = 0,
     groups: KVGroups = ONE_GROUP,
     clock: Callable[[], float] = lambda: 0.0,
-    **changes: int,
+    vocab_size: int = VOCAB,
+    target_vocab_size: int = VOCAB,
 ) -> tuple[ModelDrafter, DraftShadowExecutor]:
     """Return a drafter with a shadow model, and the executor of its steps.
 
     Args:
         block_size: number of tokens in a block of the engine's block tables.
-        changes: `vocab_size` and `target_vocab_size`, if they differ from VOCAB.
+        vocab_size: vocabulary of the draft model.
     """
     sizes = DraftPoolSizes.make(
         num_blocks=num_blocks,
@@ -85,8 +86,8 @@ def make_drafter(
         max_len=max_len,
         max_step_tokens=max_step_tokens,
         max_graph_rows=max_graph_rows,
-        vocab_size=changes.get("vocab_size", VOCAB),
-        target_vocab_size=changes.get("target_vocab_size", VOCAB),
+        vocab_size=vocab_size,
+        target_vocab_size=target_vocab_size,
         max_catch_up_s=1.0,
     )
     executor = DraftShadowExecutor(

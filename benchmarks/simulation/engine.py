@@ -8,7 +8,7 @@ long. The prefix cache of an engine evicts the least recently used blocks.
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.loads import Request
 from benchmarks.simulation.store import SimulatedStore
@@ -38,6 +38,7 @@ class Engine:
         num_deliveries: number of requests that prefill servers have handed over to this
             server since its latest step began.
         busy_until: expected end of the running step.
+        after_step: what has to be done when the running step has ended.
         step_prompt_tokens: prompt tokens of the running step.
         gaps: histogram of the times between tokens; a key is a time in units of 0.1 ms.
         store: the KV store of this server's host, if it has one.
@@ -65,6 +66,7 @@ class Engine:
         self.num_deliveries = 0
         self.is_busy = False
         self.busy_until = 0.0
+        self.after_step: list[Callable[[], None]] = []
         self.totals = StepTotals()
         self.gaps = Counter[int]()
         self.step_prompt_tokens = 0

@@ -82,7 +82,13 @@ class Fleet:
         self._events.schedule(request.arrival_s, partial(self._arrive, request))
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:
-        self._events.schedule(self.now + seconds, event)
+        """Call `event` after some time. Without a delay, call it at once, so that the
+        router sees its effect when it places the next request of the same moment.
+        """
+        if seconds:
+            self._events.schedule(self.now + seconds, event)
+        else:
+            event()
 
     def _arrive(self, request: Request) -> None:
         engine = self.router.place_prompt(request)
@@ -186,6 +192,10 @@ class Fleet:
                 self.router.on_computed(request)
                 if not self._end_at_first_token(request):
                     engine.start_stream(request, self.now)
+        after_step = engine.after_step
+        engine.after_step = []
+        for event in after_step:
+            event()
         self._start_step(engine)
 
     def _deliver_tokens(self, engine: Engine) -> None:
@@ -218,7 +228,18 @@ class Fleet:
         engine = self.router.place_stream(request)
         work_s = self.times.handoff_work_s
         total_s = min(work_s, self.times.handoff_s)
-        self._work(engine, work_s, total_s, partial(self._send, engine, request))
+        self._work(engine, work_s, total_s, partial(self._accept, engine, request))
+
+    def _accept(self, engine: Engine, request: Request) -> None:
+        """Let the decode server accept a request.
+
+        On a CPU, an engine reads its messages only between steps. On a GPU, it also
+        reads them while a step runs.
+        """
+        if engine.is_busy and self.times.shares_processors:
+            engine.after_step.append(partial(self._send, engine, request))
+        else:
+            self._send(engine, request)
 
     def _send(self, engine: Engine, request: Request) -> None:
         """Deliver the first token, and send the KV of the prompt to a decode server."""
@@ -231,5 +252,12 @@ class Fleet:
         self._after(sent_s, partial(self._deliver, engine, request))
 
     def _deliver(self, engine: Engine, request: Request) -> None:
-        engine.deliver(request, self.now)
+        """Start the stream of a request, at the earliest when a running step ends."""
+        if engine.is_busy:
+            engine.after_step.append(partial(self._join, engine, request))
+            return
+        self._join(engine, request)
         self._start_step(engine)
+
+    def _join(self, engine: Engine, request: Request) -> None:
+        engine.deliver(request, self.now)

@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks.advice import processors
 from benchmarks.advice.fit import fit_deliveries, fit_mixed_slowdowns, fit_slowdowns
-from benchmarks.advice.predict import predict
+from benchmarks.advice.predict import predict, simulated_fleet
 from benchmarks.advice.processors import OtherPrograms, children, processor_seconds
 from benchmarks.bench.slo import Slo
+from benchmarks.loads import Request
 from benchmarks.simulation.contention import (
     Contention,
     Frontend,
@@ -176,6 +177,34 @@ def test_work_of_a_hand_over_lengthens_a_step_of_the_decode_server():
         after = predict(busy, deployment, one, slo)
         assert after.ttft_p50_s == before.ttft_p50_s
         assert after.itl_mean_s - before.itl_mean_s == pytest.approx(extra_s / 10)
+
+
+@pytest.mark.parametrize(
+    ("shares_processors", "token_s"), [(False, (2.3, 4.5)), (True, (2.5, 4.5))]
+)
+def test_hand_over_during_a_step_joins_no_running_step(shares_processors, token_s):
+    """All steps take one second, and a pull takes half a second. The decode server runs
+    a step from 1.5 to 2.5 when the second request is handed over at 2.3. On a CPU, it
+    reads the message at 2.5. Its KV arrives during the next step.
+    """
+    nothing = dict.fromkeys(
+        ("sequence_s", "held_token_s", "pair_s", "request_s", "handoff_s"), 0.0
+    )
+    times = replace(
+        TIMES,
+        step_s=1.0,
+        token_s=1e-9,
+        sent_s=0.5,
+        sent_token_s=0.0,
+        shares_processors=shares_processors,
+        **nothing,
+    )
+    requests = [Request(0.0, 100, 10, ()), Request(1.3, 100, 2, ())]
+    fleet = simulated_fleet(replace(HOST, times=times), PAIR, lambda *_: None)
+    fleet.run(requests)
+    _, second = requests
+    token_times_s = (second.first_token_s, second.last_token_s)
+    assert token_times_s == pytest.approx(token_s, abs=1e-3)
 
 
 def test_fit_recovers_the_work_of_deliveries():

@@ -56,6 +56,19 @@ def test_every_policy_serves_the_trace_and_prefix_affinity_pays(trace, capsys):
     assert rows["always"]["alone"] == 0.0
 
 
+def test_ideal_router_knows_the_requests_of_the_same_moment(tmp_path, capsys):
+    """Two prefill servers compute eight equal prompts that arrive at the same time."""
+    row = {"timestamp": 0, "input_length": 4096, "output_length": 4}
+    rows = [{**row, "hash_ids": [8 * n + i for i in range(8)]} for n in range(8)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    argv = ["--trace", str(path), "--shapes", "2P2D", "--policies", "known,round_robin"]
+    assert routing.main(argv) == 0
+    output = capsys.readouterr().out
+    known, round_robin = json.loads(output.splitlines()[-1])
+    assert known["ttft_p99_s"] <= round_robin["ttft_p99_s"]
+
+
 def test_placement_finds_evicted_prefixes_in_the_stores_of_hosts(trace, capsys):
     """The servers' caches hold two of the twelve sessions."""
     computed = {}

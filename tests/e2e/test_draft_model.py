@@ -13,7 +13,13 @@ from tests.rigs.drafting_requests import REQUESTS, answers
 _MAX_TOKENS = 200
 
 
-@pytest.mark.parametrize("argv", [(), ("--tp", "2")], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param((), id="one rank"),
+        pytest.param(("--tp", "2"), id="two ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_those_without_a_draft_model(tiny_model: Path, argv) -> None:
     """The draft model is as slow as the target model, so proposals do not pay off.
     The server still proposes a few tokens, to find out whether that has changed."""

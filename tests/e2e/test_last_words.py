@@ -34,7 +34,9 @@ def test_last_line_is_about_the_process_that_was_killed(
     path, reason, sender, tiny_model
 ):
     options = ["--model", str(tiny_model), "--port", "0", "--device", "cpu"]
-    options += ["--prefill.tp", "2", "--max-restarts", "0"]
+    options += ["--max-restarts", "0"]
+    if sender is None:
+        options += ["--prefill.tp", "2"]
     with launched([*BATON, "up", *options]) as program:
         program.read_until("curl ")
         pid = program.process.pid

@@ -14,6 +14,7 @@ last line of output is a JSON document.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark.
 
     Returns:
-        The exit status: 1 if an answer differs from the first server's answer.
+        The exit status: 1 if an answer differs from the first server's answer, 2 if a
+        server did not answer.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speculation",
@@ -130,12 +132,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for kind, prompt in make_prompts(args.edits, args.source_chars):
         for _ in range(args.repeat):
-            answers = [measure(url, prompt, args.max_tokens) for url in args.url]
+            try:
+                answers = [measure(url, prompt, args.max_tokens) for url in args.url]
+            except httpx.HTTPError as error:
+                line = str(error).partition("\n")[0]
+                print(f"benchmarks.speculation: error: {line}", file=sys.stderr)
+                return 2
             for url, answer in zip(args.url, answers, strict=True):
                 answer["kind"] = kind
                 answer["url"] = url
                 answer["gain"] = answer["tokens_per_s"] / answers[0]["tokens_per_s"]
                 answer["is_equal"] = answer["text"] == answers[0]["text"]
+                print(
+                    f"{kind}: {url} {answer['tokens_per_s']:.1f} tokens/s", flush=True
+                )
             rows += answers
     results = [
         summarise(rows, kind, url) for kind in ("edit", "prose") for url in args.url

@@ -66,7 +66,7 @@ class Engine:
         self.num_deliveries = 0
         self.is_busy = False
         self.busy_until = 0.0
-        self.after_step: list[Callable[[], None]] = []
+        self.after_step = deque[Callable[[], None]]()
         self.totals = StepTotals()
         self.gaps = Counter[int]()
         self.step_prompt_tokens = 0

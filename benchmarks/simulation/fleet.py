@@ -178,7 +178,6 @@ class Fleet:
         self, engine: Engine, started_at: float, computed: list[Request]
     ) -> None:
         engine.record_step(self.now - started_at)
-        engine.is_busy = False
         self._deliver_tokens(engine)
         for request in engine.generate_tokens(self.now):
             self._finish(request)
@@ -192,10 +191,11 @@ class Fleet:
                 self.router.on_computed(request)
                 if not self._end_at_first_token(request):
                     engine.start_stream(request, self.now)
-        after_step = engine.after_step
-        engine.after_step = []
-        for event in after_step:
-            event()
+        # While these events run, the engine stays busy: the next step starts only when
+        # all of their streams have joined.
+        while engine.after_step:
+            engine.after_step.popleft()()
+        engine.is_busy = False
         self._start_step(engine)
 
     def _deliver_tokens(self, engine: Engine) -> None:

@@ -57,7 +57,7 @@ def test_every_policy_serves_the_trace_and_prefix_affinity_pays(trace, capsys):
 
 
 def test_ideal_router_knows_the_requests_of_the_same_moment(tmp_path, capsys):
-    """Two prefill servers compute eight equal prompts that arrive at the same time."""
+    """Two prefill servers compute eight prompts of one length that arrive together."""
     row = {"timestamp": 0, "input_length": 4096, "output_length": 4}
     rows = [{**row, "hash_ids": [8 * n + i for i in range(8)]} for n in range(8)]
     path = tmp_path / "trace.jsonl"

@@ -18,9 +18,9 @@ the blocks exceed the buffer for copies, or if the GPU does not support
 FlashAttention-3.
 
 A window and a soft cap are arguments of a plan, so each kind of layers has its own
-kernels and plans. Attention sinks are applied to the finished output, which is
-multiplied by the share of the softmax that the sinks leave. This share is computed from
-the log-sum-exps.
+kernels and plans. Baton's decode kernels include attention sinks in the softmax.
+FlashInfer's kernels do not, so their output is multiplied by the share of the softmax
+that the sinks leave. This share is computed from the log-sum-exps.
 """
 
 from dataclasses import dataclass, field, replace
@@ -81,6 +81,7 @@ class _Part:
 
     Attributes:
         is_fresh: Whether the kernel reads the step's own keys and values.
+        takes_sinks: Whether the kernel includes attention sinks in the softmax.
         copied: The FP8 blocks to copy to 16 bits for the kernel, and their number;
             None: the kernel reads the pool or the step's own keys and values.
     """
@@ -89,6 +90,7 @@ class _Part:
     stop: int
     kernel: Any
     is_fresh: bool = False
+    takes_sinks: bool = False
     copied: tuple[Tensor, Tensor] | None = None
 
 
@@ -132,7 +134,7 @@ class FlashInferBackend(FlashInferBase):
             for layer in range(pool.layout.num_layers)
         ]
         check_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
-        check_decoding(self._caches[0], self.dtype, self.num_q_heads, self.kinds)
+        check_decoding(self._caches[0], self.dtype, self.num_q_heads, self.layers)
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
         )
@@ -216,7 +218,7 @@ class FlashInferBackend(FlashInferBase):
                 kernels.parts = []
                 if num_decodes:
                     kernels.decode.plan(decode_pages)
-                    kernels.parts.append(_Part(0, num_decodes, kernels.decode))
+                    kernels.parts.append(_decode_part(num_decodes, kernels.decode))
                 if num_decodes < first_fresh:
                     lens = prefills.query_lens
                     self._plan_prefill(kernels, num_decodes, lens, prefill_pages)
@@ -315,7 +317,7 @@ class FlashInferBackend(FlashInferBase):
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> None:
         kernel.plan(pages)
-        self._kernels[kind].parts = [_Part(0, batch.num_seqs, kernel)]
+        self._kernels[kind].parts = [_decode_part(batch.num_seqs, kernel)]
 
     def _scales(self, layer: int) -> tuple[float, float]:
         return self.pool.scale(layer, 0), self.pool.scale(layer, 1)
@@ -358,20 +360,28 @@ class FlashInferBackend(FlashInferBase):
             options: dict[str, Any] = {}
             if lse is not None:
                 options = {"lse": lse[rows], "return_lse": True}
+            if part.takes_sinks:
+                options["sinks"] = sinks
             if part.is_fresh:
                 part.kernel.run(q[rows], k[rows], v[rows], out=out[rows], **options)
-                continue
-            options["k_scale"] = scales[0]
-            options["v_scale"] = scales[1]
-            read = self._widen_blocks(caches, *part.copied) if part.copied else caches
-            part.kernel.run(q[rows], read, out=out[rows], **options)
-        # `lse` is in base 2, as this `scale_for_sinks` expects. The caller's `lse` is
-        # converted to natural logarithms afterwards.
-        if lse is not None and sinks is not None:
-            scale_for_sinks(out, lse, sinks)
+            else:
+                options |= {"k_scale": scales[0], "v_scale": scales[1]}
+                read: tuple[Tensor, ...] = caches
+                if part.copied:
+                    read = self._widen_blocks(caches, *part.copied)
+                part.kernel.run(q[rows], read, out=out[rows], **options)
+            if lse is not None and sinks is not None and not part.takes_sinks:
+                # `lse` is in base 2, as this `scale_for_sinks` expects. The caller's
+                # `lse` is converted to natural logarithms afterwards.
+                scale_for_sinks(out[rows], lse[rows], sinks)
         if lse is not None and returns_lse:
             lse.mul_(LN_2)
         return out
+
+
+def _decode_part(num_decodes: int, kernel: pieces.PieceDecode) -> _Part:
+    """Returns the part with a step's first `num_decodes` rows."""
+    return _Part(0, num_decodes, kernel, takes_sinks=True)
 
 
 def _num_fresh(query_lens: Int32s, context_lens: Int32s) -> int:

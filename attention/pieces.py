@@ -136,6 +136,7 @@ class PieceDecode:
         v_scale: float,
         lse: Tensor | None = None,
         return_lse: bool = False,
+        sinks: Tensor | None = None,
         small_programs: bool | None = None,
     ) -> None:
         """Attends for the planned step; see attention.kernels.decode.attend.
@@ -158,6 +159,7 @@ class PieceDecode:
             scale=self._scale * k_scale,
             value_scale=v_scale,
             tile=self._tile,
+            sinks=sinks,
             small_programs=small_programs,
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base import AttentionKind, Pages, RopeNormArgs
+from attention.base import LayerAttention, Pages, RopeNormArgs, scale_for_sinks
 from attention.kernels.store import store
 from attention.kernels.widen import widen
 from attention.pieces import PieceDecode, partial_bytes
@@ -54,13 +54,14 @@ def check_decoding(
     caches: tuple[Tensor, Tensor],
     dtype: torch.dtype,
     num_q_heads: int,
-    kinds: Sequence[AttentionKind],
+    layers: Sequence[LayerAttention],
 ) -> None:
     """Checks PieceDecode against plain attention, with queries of `dtype`.
 
     Args:
         caches: The keys' cache and the values' cache: [B, H, N, D].
-        kinds: The kinds of attention to check.
+        layers: The layers whose attention is served. Of layers that use the same
+            kernels, only one is checked.
 
     Raises:
         UnsupportedPool: The results differ by more than the tolerance.
@@ -68,8 +69,9 @@ def check_decoding(
 
     def compare() -> str | None:
         errors = []
-        for kind in kinds:
-            errors += _decode_errors(caches, dtype, num_q_heads, kind)
+        different = {(layer.kind, layer.sinks is None): layer for layer in layers}
+        for layer in different.values():
+            errors += _decode_errors(caches, dtype, num_q_heads, layer)
         max_error = torch.stack(errors).max().item()  # NaN if any error is NaN
         if max_error < _TOLERANCE:
             return None
@@ -225,12 +227,13 @@ def _decode_errors(
     caches: tuple[Tensor, Tensor],
     dtype: torch.dtype,
     num_q_heads: int,
-    kind: AttentionKind,
+    layer: LayerAttention,
 ) -> list[Tensor]:
     """Returns the relative errors of each context's output and log-sum-exp.
 
     An error is the norm of the difference divided by the norm of the expected tensor.
     """
+    kind, sinks = layer
     num_heads, block_size, dim = caches[0].shape[1:]
     device = caches[0].device
     heads = (num_q_heads, num_heads, dim)
@@ -258,11 +261,12 @@ def _decode_errors(
                 k_scale=_SCALES[0],
                 v_scale=_SCALES[1],
                 lse=lse,
+                sinks=sinks,
                 small_programs=small_programs,
             )
             results.append((out, lse))
         for row, length in enumerate(_CONTEXTS):
-            expected = _attend_repeated_block(q[row], key, value, length, kind)
+            expected = _attend_repeated_block(q[row], key, value, length, layer)
             for result in results:
                 for tensor, right in zip(result, expected, strict=True):
                     difference = tensor[row].float() - right.view(tensor[row].shape)
@@ -285,7 +289,7 @@ def _null_pages(block_size: int) -> Pages:
 
 
 def _attend_repeated_block(
-    q: Tensor, key: Tensor, value: Tensor, length: int, kind: AttentionKind
+    q: Tensor, key: Tensor, value: Tensor, length: int, layer: LayerAttention
 ) -> tuple[Tensor, Tensor]:
     """Computes plain attention over a context that repeats one block.
 
@@ -295,8 +299,9 @@ def _attend_repeated_block(
         length: Tokens of the context.
 
     Returns:
-        The output [H, Hq/H, D] and the base-2 log-sum-exp [H, Hq/H].
+        The output [H, Hq/H, D], and the base-2 log-sum-exp without sinks [H, Hq/H].
     """
+    kind, sinks = layer
     num_heads, block_size, dim = key.shape
     tokens = torch.arange(length, device=q.device) % block_size
     scores = q.float().view(num_heads, -1, dim) @ key.float().mT * dim**-0.5
@@ -307,4 +312,7 @@ def _attend_repeated_block(
     weights = scores.new_zeros(*scores.shape[:2], block_size)
     weights.index_add_(-1, tokens, scores.softmax(-1))
     out = weights @ value.float() * _SCALES[1]
-    return out, scores.logsumexp(-1) / np.log(2)
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        scale_for_sinks(out, lse, sinks.view(num_heads, -1))
+    return out, lse / np.log(2)

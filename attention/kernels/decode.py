@@ -29,6 +29,7 @@ from attention.kernels.launch import (
 )
 
 _LOG2_E: Final = 1.4426950408889634
+_LOG2_E_IN_KERNEL: Any = tl.constexpr(_LOG2_E)
 # If a launch has more programs than this, programs with fewer warps are faster, because
 # many programs hide each other's waits for memory. The limits are for 16-bit KV and for
 # FP8 KV.
@@ -149,11 +150,25 @@ def _mask_scores(  # type: ignore[no-untyped-def]
 _masked: Any = triton.jit(_mask_scores)
 
 
+def _add_sinks(total, top, sinks, heads, exists):  # type: ignore[no-untyped-def]
+    """Returns the sum of a softmax with the sinks of some heads, if there are any.
+
+    `total` is the sum without the sinks, relative to the largest score, `top`.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=exists, other=0.0)
+        total += tl.exp2(sink * _LOG2_E_IN_KERNEL - top)
+    return total
+
+
+_with_sinks: Any = triton.jit(_add_sinks)
+
+
 # In the matrix products, rows are tokens and columns are heads. The GPU's matrix
 # instructions need more rows than a KV head has query heads. Block ids are loaded one
 # iteration ahead, so that loads of keys do not wait for block ids.
 def _attend(  # type: ignore[no-untyped-def]
-    q, keys, values, work, indptr, indices, last_page_lens,
+    q, keys, values, sinks, work, indptr, indices, last_page_lens,
     out, lse, partials, partial_lses, scale, value_scale, soft_cap, window, num_pieces,
     q_token, cache_block, cache_head, cache_token,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
@@ -205,17 +220,19 @@ def _attend(  # type: ignore[no-untyped-def]
     if FP8:
         let_next_begin()  # an earlier call would slow down the products above
     piece_lse = top + tl.log2(total)
-    acc = acc * (value_scale / total)[None, :]
     if num_parts == 1:
+        total = _with_sinks(total, top, sinks, q_heads, in_group)
+        acc = acc * (value_scale / total)[None, :]
         _store_heads(out, lse, row, q_heads, in_group, acc, piece_lse, GROUP, DIM)
     else:
+        acc = acc * (value_scale / total)[None, :]
         _store_heads(
             partials, partial_lses, piece, q_heads, in_group, acc, piece_lse, GROUP, DIM
         )
 
 
 def _merge(  # type: ignore[no-untyped-def]
-    work, partials, partial_lses, out, lse, num_pieces, num_heads,
+    work, partials, partial_lses, out, lse, sinks, num_pieces, num_heads,
     DIM: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Merges the partial results of a sequence's pieces, for some query heads.
@@ -249,9 +266,10 @@ def _merge(  # type: ignore[no-untyped-def]
         top = new_top
     row_heads = row.to(tl.int64) * num_heads + head
     target = out + row_heads[:, None] * DIM + column[None, :]
+    tl.store(lse + row_heads, top + tl.log2(total), mask=is_head)
+    total = _with_sinks(total, top, sinks, head, is_head)
     result = acc / total[:, None]
     tl.store(target, result.to(out.dtype.element_ty), mask=is_head[:, None])
-    tl.store(lse + row_heads, top + tl.log2(total), mask=is_head)
 
 
 # Triton does not specialize kernels by these arguments, so that steps of any size use
@@ -271,7 +289,8 @@ def attend(
     q: Tensor, caches: tuple[Tensor, Tensor],
     planned: Sequence[Tensor], num_pieces: int,
     out: Tensor, lse: Tensor, partials: tuple[Tensor, Tensor], kind: AttentionKind,
-    *, scale: float, value_scale: float, tile: int, small_programs: bool | None = None,
+    *, scale: float, value_scale: float, tile: int, sinks: Tensor | None = None,
+    small_programs: bool | None = None,
 ) -> None:  # fmt: skip
     """Attends for one query of each of S sequences.
 
@@ -282,12 +301,13 @@ def attend(
         planned: int32: the result of attention.pieces.plan_pieces, then the three
             arrays of the step's Pages.
         num_pieces: `max_pieces` of plan_pieces.
-        lse: float32 [S, HQ]: filled with base-2 log-sum-exps.
+        lse: float32 [S, HQ]: filled with base-2 log-sum-exps, without sinks.
         partials: Memory for partial outputs and partial log-sum-exps, float32 of at
             least num_pieces * HQ * D and num_pieces * HQ elements.
         scale: Factor of the scores, including the FP8 scale of the keys.
         value_scale: FP8 scale of the values; 1.0 for all other dtypes.
         tile: Tokens read at once; the length of pieces is a multiple of `tile`.
+        sinks: float32 [HQ], a logit for each head; see attention.base.LayerAttention.
         small_programs: Whether programs have fewer warps, and for some FP8 heads
             shorter tiles. That is faster if there are many programs. None: decided by
             the number of programs.
@@ -306,7 +326,7 @@ def attend(
         warps = 1
         tile = min(tile, 4096 // dim)
     _attend_kernel[(num_pieces, num_kv_heads)](
-        q, keys, values, *planned, out, lse, *partials,
+        q, keys, values, sinks, *planned, out, lse, *partials,
         scale * _LOG2_E, value_scale, kind.soft_cap * _LOG2_E, kind.window or 0,
         num_pieces, q.stride(0), *keys.stride()[:3],
         GROUP=group, HEADS=max(8, triton.next_power_of_2(group)), DIM=dim,
@@ -323,6 +343,6 @@ def attend(
         pieces = 4096 // dim
         warps = 1
     _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, heads))](
-        planned[0], *partials, out, lse, num_pieces, num_q_heads,
+        planned[0], *partials, out, lse, sinks, num_pieces, num_q_heads,
         DIM=dim, HEADS=heads, PIECES=pieces, num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention.base import AttentionKind
+from attention.base import AttentionKind, LayerAttention
 from engine.sampling.sampler import LastSampledTokens, greedy
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -158,13 +158,15 @@ def test_attention_kernels_pass_their_self_tests(num_q, num_kv, dim, order, dtyp
     scales = (1.0, 1.0) if dtype == "bfloat16" else (0.03, 0.002)
     self_test.check_storing(caches, scales, torch.bfloat16, num_q)
     if num_q:
-        kinds = [
-            AttentionKind(),
-            AttentionKind(100),
-            AttentionKind(None, 0.7),
-            AttentionKind(3000, 2.0),
+        sinks = torch.linspace(-2.0, 3.0, num_q, device="cuda")
+        layers = [
+            LayerAttention(),
+            LayerAttention(AttentionKind(100)),
+            LayerAttention(AttentionKind(None, 0.7)),
+            LayerAttention(AttentionKind(3000, 2.0)),
+            LayerAttention(AttentionKind(100), sinks),
         ]
-        self_test.check_decoding(caches, torch.bfloat16, num_q, kinds)
+        self_test.check_decoding(caches, torch.bfloat16, num_q, layers)
     is_changed = any(cache.float().any() for cache in caches)
     assert not is_changed, "the null blocks were not restored"
 

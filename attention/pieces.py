@@ -43,8 +43,14 @@ def plan_pieces(lens: Int32s, max_pieces: int) -> Int32s:
         - S + 1: the first piece of each sequence, then the number of used pieces.
     """
     tiles = -(-lens // TILE)
-    low = 1
-    high = int(tiles.max(initial=1))
+    # The number of pieces is at least total / length, and less than total / length plus
+    # one for each sequence.
+    total = int(tiles.sum())
+    low = max(1, -(-total // max_pieces))
+    high = max(low, int(tiles.max(initial=1)))
+    spare_pieces = max_pieces - len(lens)
+    if spare_pieces:
+        high = max(low, min(high, -(-total // spare_pieces)))
     while low < high:
         middle = (low + high) // 2
         if int((-(-tiles // middle)).sum()) <= max_pieces:

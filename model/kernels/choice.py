@@ -47,6 +47,7 @@ _mask_groups: Any = triton.jit(_mask_other_groups)
 
 def _choose(  # type: ignore[no-untyped-def]
     logits,
+    logit_bias,
     correction,
     weights,
     chosen,
@@ -65,13 +66,18 @@ def _choose(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, EXPERTS)
     is_expert = index < num_experts
+    added = (
+        tl.load(logit_bias + index, mask=is_expert, other=0.0)
+        if logit_bias is not None
+        else 0.0
+    )
     bias = (
         tl.load(correction + index, mask=is_expert, other=0.0)
         if correction is not None
         else 0.0
     )
     let_next_begin_and_wait()
-    logit = tl.load(
+    logit = added + tl.load(
         logits + row * num_experts + index, mask=is_expert, other=float("-inf")
     )
     score = tl.sigmoid(logit) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
@@ -111,16 +117,18 @@ _choose_kernel: Any = triton.jit(_choose)
 
 def choose(
     logits: Tensor,
+    logit_bias: Tensor | None,
     correction: Tensor | None,
     config: MoEConfig,
     group_score_experts: int,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses experts by float32 logits [T, experts]. See Router.choose.
+    """Chooses experts by float32 logits [T, experts]. See Router._choose.
 
     Experts with NaN are chosen first. Of experts with equal values, those with lower
     ids are chosen first.
 
     Args:
+        logit_bias: float32 [experts], which is added to the logits.
         correction: float32 [experts], which is added to the scores for the choice only.
     """
     num_rows, num_experts = logits.shape
@@ -128,6 +136,7 @@ def choose(
     ids = logits.new_empty(num_rows, config.experts_per_token, dtype=torch.int64)
     _choose_kernel[(num_rows,)](
         logits,
+        logit_bias,
         correction,
         weights,
         ids,

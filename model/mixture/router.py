@@ -56,29 +56,45 @@ class Router:
             # torch.mm multiplies the 16-bit numbers exactly and sums in float32, so x
             # and the weight need not be converted.
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-            if self._bias is not None:
-                logits.add_(self._bias)
+            return self._choose(logits, self._bias)
         else:
             logits = F.linear(x.float(), self.weight.float(), self._bias)
         return self.choose(logits)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses experts by their logits [T, experts].
+        """Chooses experts by their logits [T, experts], which include the router's
+        bias.
 
         Returns:
             Weights float32 and expert ids int64, both [T, experts_per_token].
         """
-        if self._has_kernel:
-            return self._choose_by_kernel(logits)
-        return self._choose_by_torch(logits)
+        return self._choose(logits, None)
 
-    def _choose_by_kernel(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, logit_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Chooses experts by the sums of their logits and `logit_bias` [experts]."""
+        if self._has_kernel:
+            return self._choose_by_kernel(logits, logit_bias)
+        return self._choose_by_torch(logits, logit_bias)
+
+    def _choose_by_kernel(
+        self, logits: Tensor, logit_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return fused_ops.experts().choose(  # type: ignore[no-any-return]
-            logits, self._correction_bias, self._moe, self._group_score_experts
+            logits,
+            logit_bias,
+            self._correction_bias,
+            self._moe,
+            self._group_score_experts,
         )
 
-    def _choose_by_torch(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_by_torch(
+        self, logits: Tensor, logit_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         moe = self._moe
+        if logit_bias is not None:
+            logits = logits + logit_bias
         if moe.scoring == "sigmoid":
             scores = logits.sigmoid()
         else:
@@ -117,6 +133,7 @@ class Router:
         kind = (
             self._moe,
             self._group_score_experts,
+            self._bias is None,
             self._correction_bias is None,
             self.weight.device,
         )
@@ -142,8 +159,8 @@ class Router:
         ]
         ranks = torch.stack(permutations).to(self.weight.device)
         logits = (ranks - num_experts / 2) * (8 / num_experts)
-        weights, experts = self._choose_by_kernel(logits)
-        expected_weights, expected_experts = self._choose_by_torch(logits)
+        weights, experts = self._choose_by_kernel(logits, self._bias)
+        expected_weights, expected_experts = self._choose_by_torch(logits, self._bias)
         choice = logits.sigmoid()
         if self._correction_bias is not None:
             choice = choice + self._correction_bias

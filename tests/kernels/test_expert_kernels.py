@@ -175,10 +175,11 @@ def test_kernel_chooses_the_experts_and_weights_of_plain_torch(
     assert router._has_kernel
     logits = 3 * torch.randn(50, num_experts)
     logits[0, 3] = float("nan")
-    weights, experts = router.choose(logits)
-    expected_weights, expected_experts = router._choose_by_torch(logits)
-    assert torch.equal(experts[1:], expected_experts[1:])
-    torch.testing.assert_close(weights, expected_weights, equal_nan=True)
+    for bias in (None, torch.randn(num_experts)):
+        weights, experts = router._choose_by_kernel(logits, bias)
+        expected_weights, expected_experts = router._choose_by_torch(logits, bias)
+        assert torch.equal(experts[1:], expected_experts[1:])
+        torch.testing.assert_close(weights, expected_weights, equal_nan=True)
 
 
 def test_first_of_equal_logits_are_chosen_even_with_tiny_scores(monkeypatch):

@@ -143,7 +143,8 @@ def _launch_model_kernels(dtype, capability) -> None:
     routers = (({**DEEPSEEK, **V3}, torch.ones(8)), (DEEPSEEK, None))
     for config, correction in routers:
         moe = parse_config(config).moe
-        experts.choose(torch.zeros(3, 8), correction, moe, 2)
+        for bias in (None, torch.ones(8)):
+            experts.choose(torch.zeros(3, 8), bias, correction, moe, 2)
     if capability == 90:
         fused_kernels._num_programs = lambda device: 132
         fused_kernels.gated_rows(x, weight)

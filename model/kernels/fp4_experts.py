@@ -17,7 +17,7 @@ from torch import Tensor
 from attention.kernels.launch import PDL, wait
 from model.kernels.experts import combine, sort_pairs
 from model.quantization.kernels import tile_of
-from model.quantization.packed_fp4 import PackedFP4
+from model.quantization.packed_fp4 import BLOCK_COLUMNS, BLOCK_ROWS, PackedFP4
 
 
 def _word_ptx() -> str:
@@ -100,38 +100,51 @@ _gated: Any = triton.jit(_gate_and_up)
 def _multiply_tile(  # type: ignore[no-untyped-def]
     x, words, scales, biases, order, out, num_out, alpha, limit,
     first, last, expert, column,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SCALES: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
-    BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, PTX: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, ONE_TOKEN: tl.constexpr, GATED: tl.constexpr,
+    CLAMPED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Computes the columns `column` of the product of rows with an expert's matrix.
 
-    The rows are [first, last) in the order of the experts.
+    The rows are [first, last) in the order of the experts, or of the pairs of a single
+    token.
     """
     row = first + tl.arange(0, ROWS)
     inside = row < last
     # Rows after the expert's last row are replaced by that row, and are not stored.
     row = tl.minimum(row, last - 1)
-    pair = tl.load(order + row)
+    pair = row if ONE_TOKEN else tl.load(order + row)
     source = pair // NUM_CHOSEN if GATED else row
     HALVES: tl.constexpr = 2 if GATED else 1
     HEIGHT: tl.constexpr = HALVES * COLUMNS
     # The program's rows of the matrix: its columns of the gate, then of the up half.
     half = tl.arange(0, HALVES)[:, None] * num_out
     matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
-    expert_row = expert.to(tl.int64) * (HALVES * num_out) + matrix_row
+    # `packed_fp4.PackedFP4` describes the blocks of words and scales.
+    num_row_blocks = tl.cdiv(HALVES * num_out, BLOCK_ROWS)
+    first_block = expert.to(tl.int64) * num_row_blocks + matrix_row // BLOCK_ROWS
+    num_column_blocks = tl.cdiv(WIDTH, BLOCK_COLUMNS)
+    block_row = first_block * num_column_blocks * BLOCK_ROWS + matrix_row % BLOCK_ROWS
     depth = tl.arange(0, DEPTH)
     word = tl.arange(0, DEPTH // 8)[None, :]
-    word_at = words + expert_row[:, None] * (PADDED // 8) + word
+    word_at = words + block_row[:, None] * (BLOCK_COLUMNS // 8) + word
     group = tl.arange(0, DEPTH // 32)[None, :]
-    scale_at = scales + expert_row[:, None] * SCALES + group
+    scale_at = scales + block_row[:, None] * (BLOCK_COLUMNS // 32) + group
     x_at = x + source.to(tl.int64)[None, :] * WIDTH + depth[:, None]
     CHUNKS: tl.constexpr = DEPTH // 64
+    BLOCK_STEPS: tl.constexpr = BLOCK_COLUMNS // DEPTH
+    BLOCK_SIZE: tl.constexpr = BLOCK_ROWS * BLOCK_COLUMNS
     sums = tl.zeros((HEIGHT, ROWS), tl.float32)
-    for start in range(0, WIDTH, DEPTH):
-        codes = tl.load(word_at + start // 8)
-        scale = tl.load(scale_at + start // 32).to(tl.int32)
+    for step in range(tl.cdiv(WIDTH, DEPTH)):
+        # Multiplying after the division lets Triton see that the offsets are aligned.
+        block = step // BLOCK_STEPS
+        part = step % BLOCK_STEPS
+        word_offset = block * (BLOCK_SIZE // 8) + part * (DEPTH // 8)
+        scale_offset = block * (BLOCK_SIZE // 32) + part * (DEPTH // 32)
+        codes = tl.load(word_at + word_offset)
+        scale = tl.load(scale_at + scale_offset).to(tl.int32)
+        start = step * DEPTH
         is_column = depth[:, None] + start < WIDTH
         right = tl.load(x_at + start, mask=is_column, other=0.0)
         factor = (scale + 126) * 0x00800080
@@ -142,7 +155,8 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
         )
         sums = tl.dot(left, right, sums)
     if BIASED:
-        sums += tl.load(biases + expert_row).to(tl.float32)[:, None]
+        bias_at = biases + expert * (HALVES * num_out) + matrix_row
+        sums += tl.load(bias_at).to(tl.float32)[:, None]
     place = pair
     if GATED:
         sums = _gated(sums, alpha, limit, COLUMNS, ROWS, CLAMPED)
@@ -157,17 +171,20 @@ _multiplied_tile: Any = triton.jit(_multiply_tile)
 
 def _grouped_fp4(  # type: ignore[no-untyped-def]
     x, words, scales, biases, order, ends, out, num_experts, num_out, alpha, limit,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SCALES: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
-    BIASED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    MIN_ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PTX: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, ONE_TOKEN: tl.constexpr, GATED: tl.constexpr,
+    CLAMPED: tl.constexpr, BIASED: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, MIN_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the rows of each expert by its matrix.
 
     GATED: the rows of x are tokens, and the rows of the result are sorted by expert.
     Otherwise the rows of x are sorted by expert, and the rows of the result have the
     order of the pairs of token and expert.
+
+    ONE_TOKEN: the pairs of a single token are not sorted, because each of them is a
+    tile of its own. `order` then has the expert of each pair.
     """
     across = tl.cdiv(num_out, COLUMNS)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -175,20 +192,27 @@ def _grouped_fp4(  # type: ignore[no-untyped-def]
     # The next kernel does not begin early: at one token, its waiting programs would
     # take the place of programs of this kernel, and a step would take 18 % longer.
     wait()
-    first, last, expert = tile_of(ends, tile, 0, num_experts, EXPERTS, ROWS)
+    if ONE_TOKEN:
+        expert = tl.load(order + tile).to(tl.int32)
+        first = tile
+        last = tile + (expert < num_experts).to(tl.int32)
+    else:
+        first, last, expert = tile_of(ends, tile, 0, num_experts, EXPERTS, ROWS)
     if first < last:
         # A tile with few rows is multiplied as a smaller one, which takes less time.
         if MIN_ROWS < ROWS and last - first <= MIN_ROWS:
             _multiplied_tile(
                 x, words, scales, biases, order, out, num_out, alpha, limit,
-                first, last, expert, column, WIDTH, PADDED, SCALES, NUM_CHOSEN, GATED,
-                CLAMPED, BIASED, MIN_ROWS, COLUMNS, DEPTH, PTX,
+                first, last, expert, column, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS,
+                NUM_CHOSEN, ONE_TOKEN, GATED, CLAMPED, BIASED, MIN_ROWS, COLUMNS, DEPTH,
+                PTX,
             )  # fmt: skip
         else:
             _multiplied_tile(
                 x, words, scales, biases, order, out, num_out, alpha, limit,
-                first, last, expert, column, WIDTH, PADDED, SCALES, NUM_CHOSEN, GATED,
-                CLAMPED, BIASED, ROWS, COLUMNS, DEPTH, PTX,
+                first, last, expert, column, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS,
+                NUM_CHOSEN, ONE_TOKEN, GATED, CLAMPED, BIASED, ROWS, COLUMNS, DEPTH,
+                PTX,
             )  # fmt: skip
 
 
@@ -202,7 +226,7 @@ class Tile(NamedTuple):
         rows: rows of x.
         min_rows: tiles with at most this many rows are computed as tiles of this size.
         columns: columns of the result.
-        depth: columns of x that are multiplied at a time.
+        depth: columns of x that are multiplied at a time, at most BLOCK_COLUMNS.
     """
 
     rows: int
@@ -229,12 +253,11 @@ class Tiles(NamedTuple):
 # These tiles were the fastest on an H200, with 32 experts of width 2,880 in a model of
 # hidden size 2,880.
 TILES: Final = (
-    Tiles(0.5, Tile(16, 16, 64, 256, 4, 3), Tile(16, 16, 128, 128, 4, 4)),
-    Tiles(2, Tile(16, 16, 64, 128, 4, 3), Tile(16, 16, 128, 128, 4, 3)),
-    Tiles(16, Tile(16, 16, 64, 128, 4, 4), Tile(16, 16, 64, 256, 4, 3)),
-    Tiles(64, Tile(32, 16, 64, 128, 4, 3), Tile(64, 32, 128, 128, 4, 3)),
+    Tiles(0.5, Tile(16, 16, 128, 128, 4, 5), Tile(16, 16, 128, 128, 4, 4)),
+    Tiles(16, Tile(16, 16, 64, 128, 4, 4), Tile(16, 16, 128, 128, 4, 3)),
+    Tiles(64, Tile(64, 32, 64, 128, 4, 4), Tile(64, 32, 128, 128, 4, 4)),
     Tiles(512, Tile(128, 64, 64, 128, 4, 3), Tile(128, 64, 128, 128, 4, 3)),
-    Tiles(math.inf, Tile(128, 64, 64, 128, 4, 3), Tile(256, 128, 128, 64, 8, 4)),
+    Tiles(math.inf, Tile(128, 64, 64, 128, 4, 3), Tile(256, 128, 128, 64, 8, 3)),
 )
 
 
@@ -269,7 +292,7 @@ def mixture(
     """
     count, hidden, inner_width = down.shape
     pairs = chosen.numel()
-    order, ends = sort_pairs(chosen, count)
+    order, ends = (chosen, None) if len(x) == 1 else sort_pairs(chosen, count)
     if tiles is None:
         mean_rows = pairs / total
         tiles = next(tiles for tiles in TILES if mean_rows <= tiles.max_rows)
@@ -308,7 +331,7 @@ def _multiply(
     weight: PackedFP4,
     bias: Tensor | None,
     order: Tensor,
-    ends: Tensor,
+    ends: Tensor | None,
     *,
     out: Tensor,
     tile: Tile,
@@ -319,7 +342,8 @@ def _multiply(
     """Writes the products of rows with the matrices of their experts to `out`.
 
     Args:
-        order, ends: as `sort_pairs` returns them.
+        order, ends: as `sort_pairs` returns them. For a single token, `order` has the
+            expert of each pair instead, and `ends` is None.
         is_gated: see `_grouped_fp4`.
     """
     count, _, width = weight.shape
@@ -339,9 +363,10 @@ def _multiply(
         alpha,
         limit,
         WIDTH=width,
-        PADDED=8 * weight.words.shape[-1],
-        SCALES=weight.scales.shape[-1],
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_COLUMNS=BLOCK_COLUMNS,
         NUM_CHOSEN=num_chosen,
+        ONE_TOKEN=ends is None,
         GATED=is_gated,
         CLAMPED=clamps is not None,
         BIASED=bias is not None,

@@ -152,14 +152,16 @@ def make_experts(
 
 
 def _deviations(packed: PackedExperts, experts: Experts, num_chosen: int) -> Tensor:
-    """Returns the errors of packed experts relative to `experts`, one for each item of
-    TILES."""
-    example = _uneven_example(experts, num_chosen)
-    expected = experts(*example)
+    """Returns the errors of packed experts relative to `experts`: one for each item of
+    TILES, and one for a single token."""
+    many = _uneven_example(experts, num_chosen)
+    expected = experts(*many)
     errors = [
-        relative_error(packed(*example, tiles=tiles), expected)
+        relative_error(packed(*many, tiles=tiles), expected)
         for tiles in fused_ops.fp4_experts().TILES
     ]
+    one = experts.example(num_chosen, 1)
+    errors.append(relative_error(packed(*one), experts(*one)))
     return torch.stack(errors)
 
 

@@ -5,6 +5,10 @@ converts from codes. A thread of a tensor-core product needs four numbers of eve
 columns. In the packed order, all codes that a thread needs from 64 columns are next to
 each other. So the thread loads 8 bytes at once and exchanges nothing with other
 threads.
+
+A matrix is stored in blocks of 64 rows and 128 columns. Each block is contiguous,
+because memory is read faster in long pieces: with one row of a block after another row
+of the whole matrix, a program would read pieces of 64 bytes.
 """
 
 from dataclasses import dataclass
@@ -18,12 +22,8 @@ from model.quantization.quantized import Quantized
 
 GROUP: Final = 32  # columns that share a scale
 CHUNK: Final = 64  # columns; the codes of a chunk are reordered together
-# Rows of codes and scales are padded to a multiple of this many columns. A kernel
-# multiplies at most this many columns at a time.
-DEPTH: Final = 256
-# The number of scales of a row is padded to a multiple of this, so that each row is
-# aligned.
-_SCALE_ALIGNMENT: Final = 16
+BLOCK_ROWS: Final = 64
+BLOCK_COLUMNS: Final = 128  # a kernel multiplies by this many columns at a time
 # The kernels compute 2^(scale - 1) as a bfloat16. Its largest power of two is 2^127.
 _MAX_SCALE: Final = 128
 
@@ -33,20 +33,16 @@ class PackedFP4:
     """Matrices [experts, out, in] of e2m1 codes; 32 columns share a scale.
 
     Attributes:
-        words: int32 [experts, out, padded columns / 8], with eight codes each.
-        scales: uint8 [experts, out, padded groups], the exponents of float32 numbers.
-        width: columns of the matrices, without padding.
+        words: int32 [experts, blocks of rows, blocks of columns, BLOCK_ROWS,
+            BLOCK_COLUMNS / 8], with eight codes each.
+        scales: uint8 [experts, blocks of rows, blocks of columns, BLOCK_ROWS,
+            BLOCK_COLUMNS / GROUP], the exponents of float32 numbers.
+        shape: the shape of the matrices, without padding.
     """
 
     words: Tensor
     scales: Tensor
-    width: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape of the dequantised matrices."""
-        experts, rows, _ = self.words.shape
-        return (experts, rows, self.width)
+    shape: tuple[int, int, int]
 
     @property
     def device(self) -> torch.device:
@@ -80,24 +76,33 @@ def pack(weight: Quantized) -> PackedFP4:
     from those of the code with b = 0 of the same register. See `_place_bits`.
     """
     experts, rows, width = weight.shape
-    missing = -width % DEPTH
-    codes = F.pad(weight.codes, (0, missing // 2))
+    missing_columns = -width % BLOCK_COLUMNS
+    missing_rows = -rows % BLOCK_ROWS
+    codes = F.pad(weight.codes, (0, missing_columns // 2, 0, missing_rows))
+    scales = F.pad(weight.scales, (0, missing_columns // GROUP, 0, missing_rows))
     nibbles = torch.stack((codes & 15, codes >> 4), -1)
     # Dimensions: chunk, w, half, upper, t, b.
-    chunks = nibbles.view(experts, rows, -1, 2, 2, 2, 4, 2)
+    chunks = nibbles.view(*codes.shape[:2], -1, 2, 2, 2, 4, 2)
     registers = chunks.permute(0, 1, 2, 6, 3, 4, 5, 7).flatten(-3, -2)
     words = torch.zeros(registers.shape[:-2], dtype=torch.int32, device=weight.device)
     for register in range(4):
         code = registers[..., register, :].int()
         placed = _place_bits(code, register)
         words |= placed[..., 0] | _swap_halves(placed[..., 1])
-    num_scales = (width + missing) // GROUP
-    spare_scales = -num_scales % _SCALE_ALIGNMENT + num_scales - width // GROUP
     return PackedFP4(
-        words=words.reshape(experts, rows, -1),
-        scales=F.pad(weight.scales, (0, spare_scales)),
-        width=width,
+        words=_in_blocks(words.flatten(2), BLOCK_COLUMNS // 8),
+        scales=_in_blocks(scales, BLOCK_COLUMNS // GROUP),
+        shape=(experts, rows, width),
     )
+
+
+def _in_blocks(rows: Tensor, block_width: int) -> Tensor:
+    """Cuts [experts, rows, elements] into blocks: [experts, blocks of rows, blocks of
+    columns, BLOCK_ROWS, block_width]."""
+    experts, num_rows, width = rows.shape
+    block_counts = (num_rows // BLOCK_ROWS, width // block_width)
+    blocks = rows.view(experts, block_counts[0], BLOCK_ROWS, block_counts[1], -1)
+    return blocks.transpose(2, 3).contiguous()
 
 
 def _place_bits(code: Tensor, register: int) -> Tensor:

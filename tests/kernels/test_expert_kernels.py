@@ -115,7 +115,7 @@ def random_mxfp4(*shape):
 def test_mxfp4_experts_are_multiplied_as_stored(
     rank_experts, clamps, has_biases, width, monkeypatch
 ):
-    """Widths are padded to multiples of 256 columns. The kernels of all tile sizes are
+    """Rows and columns are padded to whole blocks. The kernels of all tile sizes are
     tested.
     """
     monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)

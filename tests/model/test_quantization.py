@@ -356,17 +356,19 @@ def test_unsupported_quantization_is_refused_by_name(tmp_path, quantization, mes
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("width", [64, 256, 320])
-def test_packed_mxfp4_words_hold_the_bits_of_bfloat16_numbers(width):
+@pytest.mark.parametrize(("num_rows", "width"), [(6, 64), (64, 256), (130, 320)])
+def test_packed_mxfp4_words_hold_the_bits_of_bfloat16_numbers(num_rows, width):
     """Shifts and masks of a word give its numbers, divided by 2^126, in the documented
     order.
     """
-    codes = torch.randint(0, 256, (2, 6, width // 2), dtype=torch.uint8)
-    scales = torch.full((2, 6, width // 32), 127, dtype=torch.uint8)
+    codes = torch.randint(0, 256, (2, num_rows, width // 2), dtype=torch.uint8)
+    scales = torch.full((2, num_rows, width // 32), 127, dtype=torch.uint8)
     weight = Quantized(codes, scales, None, "fp4", 32, torch.bfloat16)
     packed = pack(weight)
-    # `words` is [experts, out, chunk, thread, half of the chunk's columns].
-    words = packed.words.view(2, 6, -1, 4, 2).long() & 0xFFFFFFFF
+    # Blocks are [experts, blocks of rows, blocks of columns, row, word]; `words` is
+    # [experts, out, chunk, thread, half of the chunk's columns].
+    rows = packed.words.transpose(2, 3).flatten(3).flatten(1, 2)
+    words = rows.view(2, len(rows[0]), -1, 4, 2).long() & 0xFFFFFFFF
     numbers = torch.zeros(*words.shape[:3], 2, 2, 2, 4, 2, dtype=torch.bfloat16)
     rotated = words >> 6 | words << 26
     registers = (
@@ -385,6 +387,9 @@ def test_packed_mxfp4_words_hold_the_bits_of_bfloat16_numbers(width):
             place = numbers[:, :, :, :, register >> 1, register & 1, :, upper_half]
             place.copy_(values.transpose(-1, -2))
     actual = numbers.flatten(2).float() * 2.0**126
-    assert packed.shape == (2, 6, width)
-    assert torch.equal(actual[..., :width], weight.dequantise().float())
+    assert packed.shape == (2, num_rows, width)
+    assert torch.equal(actual[:, :num_rows, :width], weight.dequantise().float())
     assert not actual[..., width:].any(), "the padding is not zero"
+    assert not actual[:, num_rows:].any(), "the padding is not zero"
+    scales = packed.scales.transpose(2, 3).flatten(3).flatten(1, 2)
+    assert torch.equal(scales[:, :num_rows, : width // 32], weight.scales)

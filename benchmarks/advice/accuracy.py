@@ -248,10 +248,14 @@ def is_tie(results: Sequence[Measured]) -> bool:
 def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
     """Return the figures of accuracy over all cases.
 
+    "repeatable" is the number of deployments whose runs are within 15 % of each other.
+    It shows how much of the errors is due to the host.
+
     Args:
         measured: the results of each case by its name.
     """
     listed = [result for results in measured.values() for result in results]
+    repeatable = [result for result in listed if result.is_repeatable]
     errors = [abs(result.error) for result in listed if result.error is not None]
     slowdowns = [run.host_slowdown for result in listed for run in result.runs]
     others = [run.other_processors for result in listed for run in result.runs]
@@ -264,8 +268,12 @@ def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
         "cases": len(measured),
         "right_winners": sum(is_right(results) for results in measured.values()),
         "ties": sum(is_tie(results) for results in measured.values()),
-        "within_15_percent": sum(error <= 0.15 for error in errors),
         "predictions": len(listed),
+        "within_15_percent": sum(result.is_accurate for result in listed),
+        "repeatable": len(repeatable),
+        "repeatable_within_15_percent": sum(
+            result.is_accurate for result in repeatable
+        ),
         "median_error": round(statistics.median(errors), 4) if errors else None,
         "max_error": round(max(errors), 4) if errors else None,
         "median_run_spread": round(statistics.median(spreads), 4) if spreads else None,

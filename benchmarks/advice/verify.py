@@ -25,6 +25,7 @@ from benchmarks.bench.workload import Workload
 
 # Two runs of the same deployment show how much the host changes between runs.
 NUM_RUNS = 2
+MAX_ERROR = 0.15  # relative error of a goodput that counts as accurate
 # No turn of a conversation starts later than this after the last session has arrived.
 _MAX_SESSION_S = 600.0
 
@@ -92,6 +93,18 @@ class Measured:
         if not self.goodput:
             return None if self.predicted.goodput else 0.0
         return self.predicted.goodput / self.goodput - 1
+
+    @property
+    def is_accurate(self) -> bool:
+        """Whether the predicted goodput is within MAX_ERROR of the measured one."""
+        return self.error is not None and abs(self.error) <= MAX_ERROR
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the goodput of each run is within MAX_ERROR of the goodput of the
+        best run. If not, no prediction can be that close to all runs.
+        """
+        return self.goodputs[0] >= (1 - MAX_ERROR) * self.goodputs[-1]
 
     def ties_with(self, other: "Measured") -> bool:
         """Whether the goodput ranges of the two deployments overlap. If so, the

@@ -362,6 +362,8 @@ def test_summary_counts_ties_and_errors():
     assert counts["right_winners"] == 2
     assert counts["ties"] == 1
     assert (counts["within_15_percent"], counts["predictions"]) == (3, 6)
+    # The two runs of the tied deployments are more than 15 % apart.
+    assert (counts["repeatable_within_15_percent"], counts["repeatable"]) == (1, 4)
     assert counts["max_error"] == 1.0
 
 

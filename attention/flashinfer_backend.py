@@ -308,6 +308,9 @@ class FlashInferBackend(FlashInferBase):
             widen(stored, wide, blocks, count, 1.0, packed=True)
         return tuple(self._wide)
 
+    def graph_plan_size(self, max_seqs: int) -> int:
+        return pieces.plan_size(max_seqs, self.num_kv_heads, self.gpu.num_sms)
+
     def make_graph_kernel(
         self, kind: AttentionKind, num_rows: int, buffers: CapturedBuffers
     ) -> Any:
@@ -315,9 +318,10 @@ class FlashInferBackend(FlashInferBase):
 
     def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
-    ) -> None:
-        kernel.plan(pages)
+    ) -> Int32s:
         self._kernels[kind].parts = [_decode_part(batch.num_seqs, kernel)]
+        plan: Int32s = kernel.plan_for_graph(pages)
+        return plan
 
     def _scales(self, layer: int) -> tuple[float, float]:
         return self.pool.scale(layer, 0), self.pool.scale(layer, 1)

@@ -37,7 +37,7 @@ LN_2: Final = math.log(2)
 
 
 class CapturedBuffers:
-    """The slots and pages that captured graphs read, at fixed addresses.
+    """The slots, pages and plans that captured graphs read, at fixed addresses.
 
     All buffers are parts of one allocation, so that `upload` fills them with a single
     copy.
@@ -45,25 +45,29 @@ class CapturedBuffers:
     Args:
         max_seqs: Sequences of the largest step.
         max_blocks: Blocks of the longest sequence.
+        plan_size: Elements of the largest plan.
     """
 
-    def __init__(self, max_seqs: int, max_blocks: int, device: torch.device) -> None:
-        sizes = [max_seqs, max_seqs, max_seqs + 1, max_seqs * max_blocks]
+    def __init__(
+        self, max_seqs: int, max_blocks: int, plan_size: int, device: torch.device
+    ) -> None:
+        sizes = [max_seqs, max_seqs, max_seqs + 1, plan_size, max_seqs * max_blocks]
         self._starts = np.cumsum([0, *sizes]).tolist()
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.slots, self.last_page_lens, self.indptr, self.indices = (
+        self.slots, self.last_page_lens, self.indptr, self.plan, self.indices = (
             torch.split_with_sizes(self._all, sizes)
         )
 
-    def upload(self, slots: Int64s, pages: Pages) -> None:
+    def upload(self, slots: Int64s, pages: Pages, plan: Int32s) -> None:
         """Copies a step's indices to the device without waiting for the copy."""
         parts: list[Int32s | Int64s] = [
             slots,
             pages.last_page_lens,
             pages.indptr,
+            plan,
             pages.indices,
         ]
-        size = self._starts[3] + len(pages.indices)
+        size = self._starts[4] + len(pages.indices)
         host = torch.empty(size, dtype=torch.int32, pin_memory=True)
         target = host.numpy()
         for start, part in zip(self._starts, parts, strict=False):
@@ -182,7 +186,9 @@ class FlashInferBase(AttentionBackend):
             seen_blocks = max_blocks
             if kind.window is not None:
                 seen_blocks = min(max_blocks, kind.window // self.block_size + 2)
-            self._buffers[kind] = CapturedBuffers(max_seqs, seen_blocks, self.device)
+            self._buffers[kind] = CapturedBuffers(
+                max_seqs, seen_blocks, self.graph_plan_size(max_seqs), self.device
+            )
         self._captured.clear()  # these kernels read the buffers that were replaced
 
     def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
@@ -192,7 +198,6 @@ class FlashInferBase(AttentionBackend):
         is_decode_step = bool((batch.query_lens == 1).all())
         assert is_decode_step, "only steps of single tokens are captured"
         padded = batch.padded_to(num_rows, self.block_size)
-        plans = []
         for kind, buffers in self._buffers.items():
             kernel = self._captured.get((kind, num_rows))
             if kernel is None:
@@ -200,12 +205,14 @@ class FlashInferBase(AttentionBackend):
                 self._captured[kind, num_rows] = kernel
             seen = padded.limit_to_window(kind.window, self.block_size)
             pages = seen.pages(self.block_size)
-            buffers.upload(padded.slot_mapping, pages)
+            plan = self.plan_graph_kernel(kind, kernel, seen, pages)
+            buffers.upload(padded.slot_mapping, pages, plan)
             self.slots = buffers.slots[:num_rows]
-            plans.append((kind, kernel, seen, pages))
-        with self.planning():
-            for kind, kernel, seen, pages in plans:
-                self.plan_graph_kernel(kind, kernel, seen, pages)
+
+    @abstractmethod
+    def graph_plan_size(self, max_seqs: int) -> int:
+        """Returns the largest number of elements that `plan_graph_kernel` returns for
+        steps of up to `max_seqs` sequences."""
 
     @abstractmethod
     def make_graph_kernel(
@@ -219,12 +226,15 @@ class FlashInferBase(AttentionBackend):
     @abstractmethod
     def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
-    ) -> None:
+    ) -> Int32s:
         """Plans a captured kernel and makes `forward` use it in the layers of `kind`.
 
         Args:
             batch: Has exactly as many rows as the kernel was made for.
-            pages: The batch's blocks, which the caller has uploaded already.
+            pages: The batch's blocks, which the caller uploads.
+
+        Returns:
+            The data that the caller must copy to the buffer `plan`.
         """
 
 

@@ -10,12 +10,13 @@ layer by layer, into one buffer that all layers share.
 from typing import Any
 
 import flashinfer
+import numpy as np
 import torch
 from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
-from attention.base import AttentionBatch, AttentionKind, Pages
+from attention.base import AttentionBatch, AttentionKind, Int32s, Pages
 from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
 from attention.kernels.store import store
@@ -107,12 +108,17 @@ class FlashInferMLABackend(FlashInferBase):
             backend=self._backend,
         )
 
+    def graph_plan_size(self, max_seqs: int) -> int:
+        return 0
+
     def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
-    ) -> None:
+    ) -> Int32s:
         buffers = self._buffers[kind]
         self._block_list = (buffers.indices, buffers.indptr[batch.num_seqs :])
-        self._plan(kernel, batch, pages)
+        with self.planning():
+            self._plan(kernel, batch, pages)
+        return np.empty(0, np.int32)  # FlashInfer copies its plan itself
 
     def forward_latent(
         self,

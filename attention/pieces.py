@@ -28,6 +28,12 @@ def max_num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
     return max(num_seqs + SPARE_PIECES, _BLOCKS_PER_SM * num_sms // num_kv_heads)
 
 
+def plan_size(max_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+    """Returns the number of elements of the largest plan for up to `max_seqs`
+    sequences; see `plan_pieces`."""
+    return 1 + max_num_pieces(max_seqs, num_kv_heads, num_sms) + max_seqs + 1
+
+
 def plan_pieces(lens: Int32s, max_pieces: int) -> Int32s:
     """Cuts contexts into at most `max_pieces` pieces, which are as short as possible.
 
@@ -78,8 +84,8 @@ class PieceDecode:
         scale: Factor of the scores, without the scale of FP8 keys.
         workspace: Memory for partial results, at least `partial_bytes`.
         num_sms: Streaming multiprocessors of the GPU.
-        captured: The buffers with the pages of steps that run as CUDA graphs; None:
-            steps do not run as graphs.
+        captured: The buffers with the pages and plans of steps that run as CUDA graphs;
+            None: steps do not run as graphs.
         num_seqs: Number of sequences of a captured step; only used with `captured`.
     """
 
@@ -107,25 +113,28 @@ class PieceDecode:
         # With heads of more than 128 elements, tiles of TILE tokens do not fit into
         # shared memory.
         self._tile = min(TILE, TILE * 128 // heads[2])
-        self._captured: list[Tensor] = []
+        self._planned: list[Tensor] = []
         if captured is not None:
-            size = max_num_pieces(num_seqs, heads[1], num_sms) + num_seqs + 2
-            plan = torch.zeros(size, dtype=torch.int32, device=workspace.device)
-            indptr = captured.indptr[: num_seqs + 1]
-            self._captured = [plan, indptr, captured.indices, captured.last_page_lens]
+            self._planned = [
+                captured.plan,
+                captured.indptr[: num_seqs + 1],
+                captured.indices,
+                captured.last_page_lens,
+            ]
 
-    def plan(self, pages: Pages) -> None:
-        """Plans a step with the contexts in `pages`.
+    def plan_for_graph(self, pages: Pages) -> Int32s:
+        """Plans a captured step with the contexts in `pages`.
 
-        For captured steps, the caller must copy `pages` to the captured buffers.
+        Returns:
+            The plan. The caller must copy it and `pages` to the captured buffers.
         """
         lens = (np.diff(pages.indptr) - 1) * self._block_size + pages.last_page_lens
         self._max_pieces = max_num_pieces(len(lens), self._heads[1], self._num_sms)
-        plan = plan_pieces(lens.astype(np.int32), self._max_pieces)
-        self._planned = self._captured
-        if self._captured:
-            self._captured[0].copy_(pinned(plan), non_blocking=True)
-            return
+        return plan_pieces(lens.astype(np.int32, copy=False), self._max_pieces)
+
+    def plan(self, pages: Pages) -> None:
+        """Plans a step that is not captured, with the contexts in `pages`."""
+        plan = self.plan_for_graph(pages)
         arrays = (plan, *pages)
         host = pinned(np.concatenate(arrays))
         uploaded = host.to(self._workspace.device, non_blocking=True)

@@ -111,6 +111,9 @@ class StepInput:
     @property
     def positions(self) -> Int64s:
         """The index of each token in the block table of its sequence, [T]."""
+        if self._is_decode:
+            last_positions: Int64s = self.context_lens.astype(np.int64) - 1
+            return last_positions
         starts = self.context_lens - self.query_lens
         offsets = np.cumsum(self.query_lens) - self.query_lens
         within = np.arange(len(self.token_ids), dtype=np.int64)
@@ -123,16 +126,22 @@ class StepInput:
         slots in `slot_mapping` belong to the first group.
         """
         positions = self.positions
-        rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
-        blocks = self.block_tables[rows, positions // block_size * num_groups].astype(
-            np.int64
-        )
+        rows = np.arange(len(self.query_lens))
+        if not self._is_decode:
+            rows = np.repeat(rows, self.query_lens)
+        block_indices, offsets = np.divmod(positions, block_size)
+        blocks = self.block_tables[rows, block_indices * num_groups]
         return AttentionBatch(
             query_lens=self.query_lens,
             context_lens=self.context_lens,
             block_tables=self.block_tables,
-            slot_mapping=blocks * block_size + positions % block_size,
+            slot_mapping=blocks.astype(np.int64) * block_size + offsets,
         )
+
+    @property
+    def _is_decode(self) -> bool:
+        """Whether each sequence computes one token."""
+        return len(self.token_ids) == len(self.query_lens)
 
     @property
     def last_token_rows(self) -> Int64s:

@@ -87,10 +87,14 @@ class GroupedBackend(AttentionBackend):
         block_size = self.pool.layout.block_size
         query_lens = batch.query_lens
         tables = np.ascontiguousarray(batch.block_tables[:, group :: self.num_groups])
-        rows = np.repeat(np.arange(len(query_lens)), query_lens)
-        ends = np.cumsum(query_lens, dtype=np.int64)
-        starts = np.repeat(batch.context_lens - ends, query_lens)
-        positions = np.arange(len(rows)) + starts
+        rows = np.arange(len(query_lens))
+        if batch.num_tokens == batch.num_seqs:  # each sequence computes one token
+            positions = batch.context_lens.astype(np.int64) - 1
+        else:
+            rows = np.repeat(rows, query_lens)
+            ends = np.cumsum(query_lens, dtype=np.int64)
+            starts = np.repeat(batch.context_lens - ends, query_lens)
+            positions = np.arange(len(rows)) + starts
         # The slots of padding rows are in the null block, which has the number 0.
         slots = batch.slot_mapping % block_size
         blocks = tables[rows, positions // block_size].astype(np.int64)

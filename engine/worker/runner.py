@@ -313,15 +313,22 @@ class ModelRunner:
         """
         self.step_watch.launching()
         with self._raising_step_failed():
-            # Upload before the launch, because a later upload might wait for the step.
-            stored_rows = to_device(step.stored_rows.astype(np.int64), self.device)
-            stored_slots = to_device(step.stored_slots.astype(np.int64), self.device)
-            pending = self._launch_step(step)
-            if len(stored_rows):
-                assert self.store_states is not None, "no drafter reads states"
-                assert self.captured_states is not None
-                self.store_states(self.captured_states, stored_rows, stored_slots)
+            if len(step.stored_rows):
+                pending = self._launch_and_store(step)
+            else:
+                pending = self._launch_step(step)
             self.step_watch.launched(pending.has_ended)
+        return pending
+
+    def _launch_and_store(self, step: StepInput) -> LaunchedStep:
+        """Launches a step, and stores the hidden states that a drafter needs later."""
+        # Upload before the launch, because a later upload might wait for the step.
+        rows = to_device(step.stored_rows.astype(np.int64), self.device)
+        slots = to_device(step.stored_slots.astype(np.int64), self.device)
+        pending = self._launch_step(step)
+        assert self.store_states is not None, "no drafter reads states"
+        assert self.captured_states is not None
+        self.store_states(self.captured_states, rows, slots)
         return pending
 
     @contextmanager

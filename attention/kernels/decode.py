@@ -121,18 +121,37 @@ def _query(  # type: ignore[no-untyped-def]
 _query_and_factor: Any = triton.jit(_query)
 
 
+def _add_sinks(total, top, sinks, heads, exists):  # type: ignore[no-untyped-def]
+    """Returns the sum of a softmax with the sinks of some heads, if there are any.
+
+    `total` is the sum without the sinks, relative to the largest score, `top`.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=exists, other=0.0)
+        total += tl.exp2(sink * _LOG2_E_IN_KERNEL - top)
+    return total
+
+
+_with_sinks: Any = triton.jit(_add_sinks)
+
+
 def _store_result(  # type: ignore[no-untyped-def]
-    out, lse, row, heads, in_group, acc, lse_of_heads,
+    out, lse, sinks, row, heads, in_group, acc, top, total, value_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Stores the output and the log-sum-exp of some heads.
+    """Divides the sums of some heads, and stores their outputs and log-sum-exps.
 
-    `row` is a row of the step, or a piece if `out` and `lse` are partial results.
+    Args:
+        row: A row of the step, or a piece if `out` and `lse` are partial results.
+        sinks: None for partial results, and for layers without sinks.
+        acc, total: The sums of weighted values and of weights, relative to `top`.
     """
     row_heads = row.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
+    tl.store(lse + row_heads, top + tl.log2(total), mask=in_group)
+    total = _with_sinks(total, top, sinks, heads, in_group)
+    result = acc * (value_scale / total)[None, :]
     target = out + row_heads[None, :] * DIM + tl.arange(0, DIM)[:, None]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=in_group[None, :])
-    tl.store(lse + row_heads, lse_of_heads, mask=in_group)
+    tl.store(target, result.to(out.dtype.element_ty), mask=in_group[None, :])
 
 
 _store_heads: Any = triton.jit(_store_result)
@@ -150,18 +169,16 @@ def _mask_scores(  # type: ignore[no-untyped-def]
 _masked: Any = triton.jit(_mask_scores)
 
 
-def _add_sinks(total, top, sinks, heads, exists):  # type: ignore[no-untyped-def]
-    """Returns the sum of a softmax with the sinks of some heads, if there are any.
-
-    `total` is the sum without the sinks, relative to the largest score, `top`.
-    """
-    if sinks is not None:
-        sink = tl.load(sinks + heads, mask=exists, other=0.0)
-        total += tl.exp2(sink * _LOG2_E_IN_KERNEL - top)
-    return total
+def _wait_before_queries(FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits for the preceding kernel. With FP8 KV, the next kernel begins at the end of
+    the products, because an earlier begin would slow them down."""
+    if FP8:
+        wait()
+    else:
+        let_next_begin_and_wait()
 
 
-_with_sinks: Any = triton.jit(_add_sinks)
+_wait_for_queries: Any = triton.jit(_wait_before_queries)
 
 
 # In the matrix products, rows are tokens and columns are heads. The GPU's matrix
@@ -185,10 +202,7 @@ def _attend(  # type: ignore[no-untyped-def]
     in_group, q_heads = head < GROUP, kv_head * GROUP + head
     source = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
     block = _block_of_tile(pages, begin, end, PAGE, TILE)
-    if FP8:
-        wait()
-    else:
-        let_next_begin_and_wait()
+    _wait_for_queries(FP8)
     if planned < 0:
         return
     query, factor = _query_and_factor(source, in_group[None, :], scale, FP8)
@@ -218,17 +232,17 @@ def _attend(  # type: ignore[no-untyped-def]
         top = new_top
         block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
     if FP8:
-        let_next_begin()  # an earlier call would slow down the products above
-    piece_lse = top + tl.log2(total)
+        let_next_begin()
     if num_parts == 1:
-        total = _with_sinks(total, top, sinks, q_heads, in_group)
-        acc = acc * (value_scale / total)[None, :]
-        _store_heads(out, lse, row, q_heads, in_group, acc, piece_lse, GROUP, DIM)
-    else:
-        acc = acc * (value_scale / total)[None, :]
         _store_heads(
-            partials, partial_lses, piece, q_heads, in_group, acc, piece_lse, GROUP, DIM
-        )
+            out, lse, sinks, row, q_heads, in_group, acc, top, total, value_scale,
+            GROUP, DIM,
+        )  # fmt: skip
+    else:
+        _store_heads(
+            partials, partial_lses, None, piece, q_heads, in_group, acc, top, total,
+            value_scale, GROUP, DIM,
+        )  # fmt: skip
 
 
 def _merge(  # type: ignore[no-untyped-def]
@@ -309,8 +323,8 @@ def attend(
         tile: Tokens read at once; the length of pieces is a multiple of `tile`.
         sinks: float32 [HQ], a logit for each head; see attention.base.LayerAttention.
         small_programs: Whether programs have fewer warps, and for some FP8 heads
-            shorter tiles. That is faster if there are many programs. None: decided by
-            the number of programs.
+            shorter tiles, which is faster for many programs. None: decided by their
+            number.
     """
     keys, values = caches
     (num_seqs, num_q_heads, dim) = q.shape
@@ -334,15 +348,16 @@ def attend(
         WINDOWED=kind.window is not None,
         num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
-    if small_programs or num_seqs >= _MANY_ROWS:
-        heads = 4
-        pieces = 1024 // dim
-        warps = 2
-    else:
-        heads = 1
-        pieces = 4096 // dim
-        warps = 1
+    heads, pieces, warps = _merge_tile(dim, small_programs or num_seqs >= _MANY_ROWS)
     _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, heads))](
         planned[0], *partials, out, lse, sinks, num_pieces, num_q_heads,
         DIM=dim, HEADS=heads, PIECES=pieces, num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
+
+
+def _merge_tile(dim: int, many_programs: bool) -> tuple[int, int, int]:
+    """Returns the heads that a program merges, the pieces that it reads at a time, and
+    its warps."""
+    if many_programs:
+        return 4, 1024 // dim, 2
+    return 1, 4096 // dim, 1

@@ -45,6 +45,19 @@ def _mask_other_groups(  # type: ignore[no-untyped-def]
 _mask_groups: Any = triton.jit(_mask_other_groups)
 
 
+def _load_optional(  # type: ignore[no-untyped-def]
+    vector, index, is_expert
+):
+    """Loads a number of each expert; 0 if there is no vector."""
+    values = 0.0
+    if vector is not None:
+        values = tl.load(vector + index, mask=is_expert, other=0.0)
+    return values
+
+
+_loaded_optional: Any = triton.jit(_load_optional)
+
+
 def _choose(  # type: ignore[no-untyped-def]
     logits,
     logit_bias,
@@ -66,16 +79,8 @@ def _choose(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, EXPERTS)
     is_expert = index < num_experts
-    added = (
-        tl.load(logit_bias + index, mask=is_expert, other=0.0)
-        if logit_bias is not None
-        else 0.0
-    )
-    bias = (
-        tl.load(correction + index, mask=is_expert, other=0.0)
-        if correction is not None
-        else 0.0
-    )
+    added = _loaded_optional(logit_bias, index, is_expert)
+    bias = _loaded_optional(correction, index, is_expert)
     let_next_begin_and_wait()
     logit = added + tl.load(
         logits + row * num_experts + index, mask=is_expert, other=float("-inf")

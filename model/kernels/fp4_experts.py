@@ -77,6 +77,51 @@ def _convert_words(words, factors, PTX: tl.constexpr):  # type: ignore[no-untype
 _converted_words: Any = triton.jit(_convert_words)
 
 
+def _place_rows(  # type: ignore[no-untyped-def]
+    expert, row, height,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Returns the places of the first parts of rows of an expert's matrix.
+
+    A part is BLOCK_COLUMNS numbers of a row; see `packed_fp4.PackedFP4`.
+    """
+    block = expert.to(tl.int64) * tl.cdiv(height, BLOCK_ROWS) + row // BLOCK_ROWS
+    return block * (tl.cdiv(WIDTH, BLOCK_COLUMNS) * BLOCK_ROWS) + row % BLOCK_ROWS
+
+
+_places_of_rows: Any = triton.jit(_place_rows)
+
+
+def _load_numbers(  # type: ignore[no-untyped-def]
+    words, scales, step,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Loads DEPTH columns of some rows of a matrix as bfloat16 numbers.
+
+    Args:
+        words, scales: pointers to the words and scales of the rows' first columns.
+        step: the columns begin at step * DEPTH.
+    """
+    HEIGHT: tl.constexpr = words.shape[0]
+    BLOCK_STEPS: tl.constexpr = BLOCK_COLUMNS // DEPTH
+    BLOCK_SIZE: tl.constexpr = BLOCK_ROWS * BLOCK_COLUMNS
+    # Multiplying after the division lets Triton see that the offsets are aligned.
+    block = step // BLOCK_STEPS
+    part = step % BLOCK_STEPS
+    code = tl.load(words + block * (BLOCK_SIZE // 8) + part * (DEPTH // 8))
+    scale = tl.load(scales + block * (BLOCK_SIZE // 32) + part * (DEPTH // 32))
+    factor = (scale.to(tl.int32) + 126) * 0x00800080
+    return _converted_words(
+        tl.reshape(code, (HEIGHT, DEPTH // 64, 4, 2)),
+        tl.reshape(factor, (HEIGHT, DEPTH // 64, 1, 2)),
+        PTX,
+    )
+
+
+_loaded_numbers: Any = triton.jit(_load_numbers)
+
+
 def _gate_and_up(  # type: ignore[no-untyped-def]
     sums, alpha, limit, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CLAMPED: tl.constexpr
 ):
@@ -121,47 +166,32 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     # The program's rows of the matrix: its columns of the gate, then of the up half.
     half = tl.arange(0, HALVES)[:, None] * num_out
     matrix_row = tl.reshape(half + tl.minimum(column, num_out - 1)[None, :], HEIGHT)
-    # `packed_fp4.PackedFP4` describes the blocks of words and scales.
-    num_row_blocks = tl.cdiv(HALVES * num_out, BLOCK_ROWS)
-    first_block = expert.to(tl.int64) * num_row_blocks + matrix_row // BLOCK_ROWS
-    num_column_blocks = tl.cdiv(WIDTH, BLOCK_COLUMNS)
-    block_row = first_block * num_column_blocks * BLOCK_ROWS + matrix_row % BLOCK_ROWS
+    place = _places_of_rows(
+        expert, matrix_row, HALVES * num_out, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS
+    )
     depth = tl.arange(0, DEPTH)
     word = tl.arange(0, DEPTH // 8)[None, :]
-    word_at = words + block_row[:, None] * (BLOCK_COLUMNS // 8) + word
+    word_at = words + place[:, None] * (BLOCK_COLUMNS // 8) + word
     group = tl.arange(0, DEPTH // 32)[None, :]
-    scale_at = scales + block_row[:, None] * (BLOCK_COLUMNS // 32) + group
+    scale_at = scales + place[:, None] * (BLOCK_COLUMNS // 32) + group
     x_at = x + source.to(tl.int64)[None, :] * WIDTH + depth[:, None]
-    CHUNKS: tl.constexpr = DEPTH // 64
-    BLOCK_STEPS: tl.constexpr = BLOCK_COLUMNS // DEPTH
-    BLOCK_SIZE: tl.constexpr = BLOCK_ROWS * BLOCK_COLUMNS
     sums = tl.zeros((HEIGHT, ROWS), tl.float32)
     for step in range(tl.cdiv(WIDTH, DEPTH)):
-        # Multiplying after the division lets Triton see that the offsets are aligned.
-        block = step // BLOCK_STEPS
-        part = step % BLOCK_STEPS
-        word_offset = block * (BLOCK_SIZE // 8) + part * (DEPTH // 8)
-        scale_offset = block * (BLOCK_SIZE // 32) + part * (DEPTH // 32)
-        codes = tl.load(word_at + word_offset)
-        scale = tl.load(scale_at + scale_offset).to(tl.int32)
+        left = _loaded_numbers(
+            word_at, scale_at, step, BLOCK_ROWS, BLOCK_COLUMNS, DEPTH, PTX
+        )
         start = step * DEPTH
         is_column = depth[:, None] + start < WIDTH
         right = tl.load(x_at + start, mask=is_column, other=0.0)
-        factor = (scale + 126) * 0x00800080
-        left = _converted_words(
-            tl.reshape(codes, (HEIGHT, CHUNKS, 4, 2)),
-            tl.reshape(factor, (HEIGHT, CHUNKS, 1, 2)),
-            PTX,
-        )
         sums = tl.dot(left, right, sums)
     if BIASED:
         bias_at = biases + expert * (HALVES * num_out) + matrix_row
         sums += tl.load(bias_at).to(tl.float32)[:, None]
-    place = pair
+    out_row = pair
     if GATED:
         sums = _gated(sums, alpha, limit, COLUMNS, ROWS, CLAMPED)
-        place = row
-    target = out + place.to(tl.int64)[None, :] * num_out + column[:, None]
+        out_row = row
+    target = out + out_row.to(tl.int64)[None, :] * num_out + column[:, None]
     exists = inside[None, :] & (column < num_out)[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=exists)
 

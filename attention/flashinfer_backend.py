@@ -127,7 +127,6 @@ class FlashInferBackend(FlashInferBase):
     """
 
     def __init__(self, pool: KVPool, *, prefill: str = "auto", **options: Any) -> None:
-        is_fp8 = pool.tensor.dtype is fp8.DTYPE
         super().__init__(pool, **options)
         self._caches = [
             (pool.component(layer, 0), pool.component(layer, 1))
@@ -141,7 +140,7 @@ class FlashInferBackend(FlashInferBase):
         # Copies [2, blocks, H, N, D] of a layer's keys and values in 16 bits.
         self._wide: Tensor | None = getattr(options.get("shared_with"), "_wide", None)
         num_copied = 0
-        if is_fp8 and self._takes_fresh:
+        if self._is_fp8 and self._takes_fresh:
             num_copied = min(self._limits.max_context, _MAX_COPIED_TOKENS)
         if num_copied and self._wide is None:
             cache = self._caches[0][0]
@@ -149,10 +148,14 @@ class FlashInferBackend(FlashInferBase):
             self._wide = torch.zeros(shape, dtype=self.dtype, device=self.device)
             check_widening(cache, self._wide[0], packed=True)
         # FlashAttention-3 reads FP8 KV only with FP8 queries.
-        over_pool = "fa2" if is_fp8 else prefill
+        over_pool = "fa2" if self._is_fp8 else prefill
         self._kernels = {
             kind: self._make_kernels(kind, over_pool) for kind in self.kinds
         }
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self.kv_dtype is fp8.DTYPE
 
     def _make_kernels(self, kind: AttentionKind, prefill: str) -> _KindKernels:
         # Without these options, FlashInfer's kernels have no window and no cap.
@@ -173,7 +176,9 @@ class FlashInferBackend(FlashInferBase):
 
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         sizes = workspace_of(*self.heads, limits, gpu)
-        decode_bytes = pieces.partial_bytes(self.heads, limits.max_seqs, gpu.num_sms)
+        decode_bytes = pieces.partial_bytes(
+            self.heads, limits.max_seqs, gpu.num_sms, is_fp8=self._is_fp8
+        )
         return replace(sizes, floats=max(sizes.floats, decode_bytes))
 
     def _with_int_workspace(self, kernel: Any) -> Any:
@@ -196,6 +201,7 @@ class FlashInferBackend(FlashInferBase):
             self.scale,
             self.workspace,
             self.gpu.num_sms,
+            is_fp8=self._is_fp8,
             **captured,
         )
 
@@ -208,25 +214,25 @@ class FlashInferBackend(FlashInferBase):
         decodes = batch.select_sequences(0, num_decodes)
         prefills = batch.select_sequences(num_decodes, first_fresh)
         fresh_lens = batch.query_lens[first_fresh:].tolist()
-        pages = {
-            kind: (self._pages(decodes, kind), self._pages(prefills, kind))
-            for kind in self.kinds
-        }
         with self.planning():
             for kind, kernels in self._kernels.items():
-                decode_pages, prefill_pages = pages[kind]
                 kernels.parts = []
                 if num_decodes:
-                    kernels.decode.plan(decode_pages)
+                    seen, pages = self._seen_by(kind, decodes)
+                    kernels.decode.plan(seen, pages)
                     kernels.parts.append(_decode_part(num_decodes, kernels.decode))
                 if num_decodes < first_fresh:
-                    lens = prefills.query_lens
-                    self._plan_prefill(kernels, num_decodes, lens, prefill_pages)
+                    seen, pages = self._seen_by(kind, prefills)
+                    self._plan_prefill(kernels, num_decodes, seen.query_lens, pages)
                 self._plan_fresh(kernels, fresh_lens)
 
-    def _pages(self, batch: AttentionBatch, kind: AttentionKind) -> Pages:
+    def _seen_by(
+        self, kind: AttentionKind, batch: AttentionBatch
+    ) -> tuple[AttentionBatch, Pages]:
+        """Returns a step without the blocks that layers of `kind` do not see, and its
+        pages."""
         seen = batch.limit_to_window(kind.window, self.block_size)
-        return seen.pages(self.block_size)
+        return seen, seen.pages(self.block_size)
 
     def _plan_fresh(self, kernels: _KindKernels, lens: list[int]) -> None:
         """Plans the fresh prompts, which read the step's own keys and values.
@@ -320,7 +326,7 @@ class FlashInferBackend(FlashInferBase):
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
     ) -> Int32s:
         self._kernels[kind].parts = [_decode_part(batch.num_seqs, kernel)]
-        plan: Int32s = kernel.plan_for_graph(pages)
+        plan: Int32s = kernel.plan_for_graph(batch, pages)
         return plan
 
     def _scales(self, layer: int) -> tuple[float, float]:

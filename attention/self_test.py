@@ -13,10 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base import LayerAttention, Pages, RopeNormArgs, scale_for_sinks
+from attention.base import (
+    AttentionBatch,
+    LayerAttention,
+    RopeNormArgs,
+    scale_for_sinks,
+)
 from attention.kernels.store import store
 from attention.kernels.widen import widen
-from attention.pieces import PieceDecode, partial_bytes
+from attention.pieces import PieceDecode, max_run_rows, partial_bytes
 from attention.support import UnsupportedPool
 from kvcache import fp8
 
@@ -229,7 +234,7 @@ def _decode_errors(
     num_q_heads: int,
     layer: LayerAttention,
 ) -> list[Tensor]:
-    """Returns the relative errors of each context's output and log-sum-exp.
+    """Returns the relative errors of each row's output and log-sum-exp.
 
     An error is the norm of the difference divided by the norm of the expected tensor.
     """
@@ -237,20 +242,27 @@ def _decode_errors(
     num_heads, block_size, dim = caches[0].shape[1:]
     device = caches[0].device
     heads = (num_q_heads, num_heads, dim)
-    num_seqs = len(_CONTEXTS)
-    workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS)
+    is_fp8 = caches[0].element_size() == 1
+    num_rows = max_run_rows(num_q_heads, num_heads, is_fp8=is_fp8)
+    # Contexts with one row each, then contexts with runs of rows.
+    lens = [*_CONTEXTS, *(n + row for n in _CONTEXTS for row in range(num_rows))]
+    num_seqs = len(lens)
+    workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS, is_fp8=is_fp8)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     # PieceDecode multiplies scores by the keys' scale. The softmax scale is therefore
     # divided by the keys' scale, so that the two cancel out.
     scale = dim**-0.5 / _SCALES[0]
-    decode = PieceDecode(heads, block_size, kind, scale, workspace, _NUM_SMS)
+    decode = PieceDecode(
+        heads, block_size, kind, scale, workspace, _NUM_SMS, is_fp8=is_fp8
+    )
     q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
     results = []
     errors = []
     with _null_blocks(caches) as (key, value):
         for block in (key, value):
             block.copy_(torch.randn(block.shape, device=device))
-        decode.plan(_null_pages(block_size))
+        batch = _null_batch(lens, block_size)
+        decode.plan(batch, batch.pages(block_size))
         for small_programs in (False, True):
             out = torch.empty_like(q)
             lse = torch.empty(q.shape[:2], device=device)
@@ -265,7 +277,7 @@ def _decode_errors(
                 small_programs=small_programs,
             )
             results.append((out, lse))
-        for row, length in enumerate(_CONTEXTS):
+        for row, length in enumerate(lens):
             expected = _attend_repeated_block(q[row], key, value, length, layer)
             for result in results:
                 for tensor, right in zip(result, expected, strict=True):
@@ -274,17 +286,17 @@ def _decode_errors(
     return errors
 
 
-def _null_pages(block_size: int) -> Pages:
-    """Returns the pages of one context for each length in _CONTEXTS.
+def _null_batch(lens: Sequence[int], block_size: int) -> AttentionBatch:
+    """Returns a decode step of contexts of these lengths.
 
     Every block of these contexts is the null block.
     """
-    counts = -(-np.array(_CONTEXTS, np.int32) // block_size)
-    indptr = np.cumsum([0, *counts], dtype=np.int32)
-    return Pages(
-        indptr=indptr,
-        indices=np.zeros(indptr[-1], np.int32),
-        last_page_lens=_CONTEXTS - (counts - 1) * block_size,
+    num_blocks = -(-max(lens) // block_size)
+    return AttentionBatch(
+        query_lens=np.ones(len(lens), np.int32),
+        context_lens=np.array(lens, np.int32),
+        block_tables=np.zeros((len(lens), num_blocks), np.int32),
+        slot_mapping=np.zeros(len(lens), np.int64),
     )
 
 

@@ -1,7 +1,8 @@
 """Triton kernels that attend for single queries over a paged pool.
 
 Contexts are cut into pieces (attention/pieces.py). One kernel attends over each piece,
-and another merges the pieces of a sequence.
+and another merges the pieces of a context. The rows of a run share a context: each of
+them sees one token more than the row before it.
 
 FP8 elements are converted to float16, which represents each of them exactly. The GPU
 converts two elements in one instruction. Queries are first divided by a power of two
@@ -74,40 +75,51 @@ _block_of_tile: Any = triton.jit(_block_of)
 
 
 def _extent(  # type: ignore[no-untyped-def]
-    work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE: tl.constexpr
-):
+    work, of_row, num_rows, indptr, indices, last_page_lens, piece, row,
+    PAGE: tl.constexpr,
+):  # fmt: skip
     """Loads the extent of a piece and of its context.
 
+    Args:
+        of_row: the plan's numbers for each row, of which there are `num_rows`.
+        row: the first row of the piece's run.
+
     Returns:
-        A pointer to the context's block ids, the number of the context's tokens, the
-        first token of the piece, the last token + 1, and the number of pieces of the
-        context.
+        A pointer to the context's block ids, the number of tokens that the first row of
+        the run sees, the first token of the piece, the last token + 1, the number of
+        rows of the run, and the index of the piece among the pieces of the context.
     """
-    first = tl.load(work + 1 + num_pieces + row)
-    num_parts = tl.load(work + 2 + num_pieces + row) - first
-    page = tl.load(indptr + row)
-    page_end = tl.load(indptr + row + 1)
-    length = (page_end - page - 1) * PAGE + tl.load(last_page_lens + row)
+    run_rows = tl.load(of_row + row)
+    index = piece - tl.load(of_row + num_rows + row)
+    last_row = row + run_rows - 1
+    page = tl.load(indptr + last_row)
+    page_end = tl.load(indptr + last_row + 1)
+    length = (page_end - page - 1) * PAGE + tl.load(last_page_lens + last_row)
     chunk = tl.load(work)
-    begin = (piece - first) * chunk
-    return indices + page, length, begin, tl.minimum(begin + chunk, length), num_parts
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, length)
+    return indices + page, length - run_rows + 1, begin, end, run_rows, index
 
 
 _extent_of_piece: Any = triton.jit(_extent)
 
 
 def _query(  # type: ignore[no-untyped-def]
-    pointers, in_group, scale, FP8: tl.constexpr
+    heads, is_used, scale, DIM: tl.constexpr, FP8: tl.constexpr
 ):
-    """Loads the query heads as columns.
+    """Loads the query heads of the rows of a run as columns.
 
-    For FP8 KV, the queries of each head are divided by a power of two, the unit, before
-    they are converted to float16. So the largest elements lose no bit.
+    For FP8 KV, the queries of each column are divided by a power of two, the unit,
+    before they are converted to float16. So the largest elements lose no bit.
+
+    Args:
+        heads: pointers to the heads.
 
     Returns:
         The queries, and the factor of their products with keys: `scale` times the unit.
     """
-    query = tl.load(pointers, mask=in_group, other=0.0)
+    pointers = heads[None, :] + tl.arange(0, DIM)[:, None]
+    query = tl.load(pointers, mask=is_used[None, :], other=0.0)
     if FP8:
         query = query.to(tl.float32)
         highest = tl.maximum(tl.max(tl.abs(query), 0), 1e-30)
@@ -136,34 +148,64 @@ _with_sinks: Any = triton.jit(_add_sinks)
 
 
 def _store_result(  # type: ignore[no-untyped-def]
-    out, lse, sinks, row, heads, in_group, acc, top, total, value_scale,
+    out, lse, sinks, rows, heads, is_used, acc, top, total, value_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Divides the sums of some heads, and stores their outputs and log-sum-exps.
+    """Divides the sums of some columns, and stores their outputs and log-sum-exps.
 
     Args:
-        row: A row of the step, or a piece if `out` and `lse` are partial results.
+        rows: Rows of the step, or indices of partial results.
         sinks: None for partial results, and for layers without sinks.
-        acc, total: The sums of weighted values and of weights, relative to `top`.
+        acc, total: The sums of weighted values and of weights, relative to `top`. If a
+            column sees no token, both are 0.
     """
-    row_heads = row.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
-    tl.store(lse + row_heads, top + tl.log2(total), mask=in_group)
-    total = _with_sinks(total, top, sinks, heads, in_group)
-    result = acc * (value_scale / total)[None, :]
+    row_heads = rows.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
+    tl.store(lse + row_heads, top + tl.log2(total), mask=is_used)
+    total = _with_sinks(total, top, sinks, heads, is_used)
+    result = acc * (value_scale / tl.maximum(total, 1e-30))[None, :]
     target = out + row_heads[None, :] * DIM + tl.arange(0, DIM)[:, None]
-    tl.store(target, result.to(out.dtype.element_ty), mask=in_group[None, :])
+    tl.store(target, result.to(out.dtype.element_ty), mask=is_used[None, :])
 
 
-_store_heads: Any = triton.jit(_store_result)
+_store_columns: Any = triton.jit(_store_result)
+
+
+def _store_piece_result(  # type: ignore[no-untyped-def]
+    out, lse, partials, partial_lses, sinks, of_row, num_rows, row, index, run_rows,
+    within, heads, acc, top, total, value_scale, GROUP: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Stores the results of a piece: final if the context has no other piece, else
+    partial.
+
+    Args:
+        row: The first row of the piece's run.
+        index: The index of the piece among the pieces of the context.
+        within: The index of each column's row in the run.
+    """
+    is_used = within < run_rows
+    if tl.load(of_row + 2 * num_rows + row) == 1:
+        _store_columns(
+            out, lse, sinks, row + within, heads, is_used, acc, top, total, value_scale,
+            GROUP, DIM,
+        )  # fmt: skip
+    else:
+        results = tl.load(of_row + 3 * num_rows + row) + index * run_rows + within
+        _store_columns(
+            partials, partial_lses, None, results, heads, is_used, acc, top, total,
+            value_scale, GROUP, DIM,
+        )  # fmt: skip
+
+
+_store_piece: Any = triton.jit(_store_piece_result)
 
 
 def _mask_scores(  # type: ignore[no-untyped-def]
     scores, seen, soft_cap, CAPPED: tl.constexpr
 ):
-    """Applies the soft cap to a tile's scores and masks tokens that are not `seen`."""
+    """Applies the soft cap to a tile's scores, and masks those that are not `seen`."""
     if CAPPED:  # tanh(x) == 2 * sigmoid(2 * x) - 1
         scores = (2 * tl.sigmoid(2 * scores / soft_cap) - 1) * soft_cap
-    return tl.where(seen[:, None], scores, -1e30)
+    return tl.where(seen, scores, -1e30)
 
 
 _masked: Any = triton.jit(_mask_scores)
@@ -181,94 +223,245 @@ def _wait_before_queries(FP8: tl.constexpr):  # type: ignore[no-untyped-def]
 _wait_for_queries: Any = triton.jit(_wait_before_queries)
 
 
-# In the matrix products, rows are tokens and columns are heads. The GPU's matrix
-# instructions need more rows than a KV head has query heads. Block ids are loaded one
-# iteration ahead, so that loads of keys do not wait for block ids.
-def _attend(  # type: ignore[no-untyped-def]
-    q, keys, values, sinks, work, indptr, indices, last_page_lens,
-    out, lse, partials, partial_lses, scale, value_scale, soft_cap, window, num_pieces,
-    q_token, cache_block, cache_head, cache_token,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+def _visible(  # type: ignore[no-untyped-def]
+    token, end, first_length, lengths, window, WINDOWED: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Attends over one piece of one context, for the query heads of one KV head."""
-    piece, kv_head = tl.program_id(0), tl.program_id(1)
-    planned = tl.load(work + 1 + piece)
-    row = tl.maximum(planned, 0)
-    pages, length, begin, end, num_parts = _extent_of_piece(
-        work, indptr, indices, last_page_lens, num_pieces, piece, row, PAGE
-    )
-    head, column, tile = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, TILE)
-    in_group, q_heads = head < GROUP, kv_head * GROUP + head
-    source = q + row.to(tl.int64) * q_token + q_heads[None, :] * DIM + column[:, None]
-    block = _block_of_tile(pages, begin, end, PAGE, TILE)
-    _wait_for_queries(FP8)
-    if planned < 0:
-        return
-    query, factor = _query_and_factor(source, in_group[None, :], scale, FP8)
-    acc = tl.zeros((DIM, HEADS), tl.float32)
-    top = tl.full((HEADS,), -1e30, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    for start in range(begin, end, TILE):
+    """Returns which tokens of a tile some row of the run sees, and which of them each
+    column sees.
+
+    Args:
+        end: All rows of the run see the tokens before `end`, except for their windows.
+        first_length: The number of tokens that the first row of the run sees.
+        lengths: The number of tokens that each column's row sees.
+    """
+    live = token < end
+    if WINDOWED:
+        live = live & (token >= first_length - window)
+    seen = live[:, None]
+    if WINDOWED and SHARED:
+        seen = seen & (token[:, None] >= lengths[None, :] - window)
+    return live, seen
+
+
+_visible_tokens: Any = triton.jit(_visible)
+
+
+def _add_last_tokens(  # type: ignore[no-untyped-def]
+    query, factor, acc, top, total, keys, values, pages, begin, end, lengths,
+    soft_cap, window, cache_block, cache_token,
+    DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, FP8: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Adds the tokens of a run that not all of its rows see: the proposals.
+
+    The values of a proposal may be infinity or NaN. They must not change the rows that
+    do not see the proposal, but 0 * infinity is NaN. Therefore such values are replaced
+    by 0, and the columns that see them become NaN.
+
+    Args:
+        begin, end: The tokens, at most TOKENS.
+
+    Returns:
+        The new acc, top and total.
+    """
+    token = begin + tl.arange(0, TOKENS)
+    live = token < end
+    seen = live[:, None] & (token[:, None] < lengths[None, :])
+    if WINDOWED:
+        seen = seen & (token[:, None] >= lengths[None, :] - window)
+    block = tl.load(pages + token // PAGE, mask=live, other=0)
+    token_offsets = block.to(tl.int64) * cache_block + token % PAGE * cache_token
+    offsets = token_offsets[:, None] + tl.arange(0, DIM)[None, :]
+    key = tl.load(keys + offsets, mask=live[:, None], other=0.0)
+    scores = tl.dot(key.to(query.dtype), query) * factor
+    scores = _masked(scores, seen, soft_cap, CAPPED)
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    weights = tl.where(seen, tl.exp2(scores - new_top[None, :]), 0.0)
+    decay = tl.exp2(top - new_top)
+    total = total * decay + tl.sum(weights, 0)
+    value = tl.load(values + offsets, mask=live[:, None], other=0.0)
+    if FP8:
+        value = _values_to_float16(value)
+    is_finite = tl.abs(value.to(tl.float32)) < float("inf")
+    value = tl.where(is_finite, value, 0.0)
+    acc = tl.dot(tl.trans(value), weights.to(value.dtype), acc * decay[None, :])
+    is_broken = tl.max(tl.where(is_finite, 0, 1), 1)
+    sees_broken = tl.max(tl.where(seen, is_broken[:, None], 0), 0)
+    acc = tl.where(sees_broken[None, :] > 0, float("nan"), acc)
+    return acc, new_top, total
+
+
+_added_last_tokens: Any = triton.jit(_add_last_tokens)
+
+
+# In the matrix products, a row is a token, and a column is a query head of one of the
+# run's rows. The GPU's matrix instructions need more rows than there are columns. Block
+# ids are loaded one iteration ahead, so that loads of keys do not wait for block ids.
+def _attend_rows(  # type: ignore[no-untyped-def]
+    heads, keys, values, pages, run_rows, within, first_length, begin, end, block,
+    scale, soft_cap, window, cache_block, cache_token,
+    COLUMNS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    LAST_TOKENS: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Attends over one piece, for some columns.
+
+    Args:
+        heads: A pointer to the query head of each column.
+        within: The index of each column's row in the run.
+        block: The block of the first tile.
+        LAST_TOKENS: At least the maximum number of rows of a run.
+        SHARED: Whether the run has several rows.
+
+    Returns:
+        The sums of weighted values, the largest scores, and the sums of weights.
+    """
+    query, factor = _query_and_factor(heads, within < run_rows, scale, DIM, FP8)
+    acc = tl.zeros((DIM, COLUMNS), tl.float32)
+    top = tl.full((COLUMNS,), -1e30, tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    lengths = first_length + within
+    common_end = tl.minimum(end, first_length)
+    tile = tl.arange(0, TILE)
+    for start in range(begin, common_end, TILE):
         token = start + tile
-        live = token < end
-        seen = live & (token >= length - window) if WINDOWED else live
+        live, seen = _visible_tokens(
+            token, common_end, first_length, lengths, window, WINDOWED, SHARED
+        )
         offset = start % PAGE + tile if PAGE % TILE == 0 else token % PAGE
-        head_start = block.to(tl.int64) * cache_block + kv_head * cache_head
-        token_offsets = head_start + offset * cache_token
-        element_offsets = token_offsets[:, None] + column[None, :]
+        token_offsets = block.to(tl.int64) * cache_block + offset * cache_token
+        element_offsets = token_offsets[:, None] + tl.arange(0, DIM)[None, :]
         key = tl.load(keys + element_offsets, mask=live[:, None], other=0.0)
         scores = tl.dot(key.to(query.dtype), query) * factor
         scores = _masked(scores, seen, soft_cap, CAPPED)
         new_top = tl.maximum(top, tl.max(scores, 0))
         weights = tl.exp2(scores - new_top[None, :])
+        if WINDOWED:  # a column may see no token of a tile, or of all tiles so far
+            weights = tl.where(seen, weights, 0.0)
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 0)
         # A pulled block may contain NaN or infinity before the window.
-        value = tl.load(values + element_offsets, mask=seen[:, None], other=0.0)
+        value = tl.load(values + element_offsets, mask=live[:, None], other=0.0)
         if FP8:
             value = _values_to_float16(value)
         acc = tl.dot(tl.trans(value), weights.to(value.dtype), acc * decay[None, :])
         top = new_top
-        block = _block_of_tile(pages, start + TILE, end, PAGE, TILE)
+        block = _block_of_tile(pages, start + TILE, common_end, PAGE, TILE)
+    if SHARED:
+        if end > first_length:
+            acc, top, total = _added_last_tokens(
+                query, factor, acc, top, total, keys, values, pages,
+                tl.maximum(begin, first_length), end, lengths, soft_cap, window,
+                cache_block, cache_token, DIM, PAGE, LAST_TOKENS, FP8, CAPPED, WINDOWED,
+            )  # fmt: skip
+    return acc, top, total
+
+
+_attended_rows: Any = triton.jit(_attend_rows)
+
+
+def _attend_columns(  # type: ignore[no-untyped-def]
+    q, keys, values, sinks, pages, of_row, out, lse, partials, partial_lses,
+    scale, value_scale, soft_cap, window, num_rows, row, index, run_rows, kv_head,
+    first_length, begin, end, block, q_token, cache_block, cache_token,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, LAST_TOKENS: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Attends over one piece, with COLUMNS columns, and stores the results."""
+    column = tl.arange(0, COLUMNS)
+    within = column // GROUP
+    head = kv_head * GROUP + column % GROUP
+    heads = q + (row + within).to(tl.int64) * q_token + head * DIM
+    acc, top, total = _attended_rows(
+        heads, keys, values, pages, run_rows, within, first_length, begin, end, block,
+        scale, soft_cap, window, cache_block, cache_token, COLUMNS, DIM, PAGE, TILE,
+        LAST_TOKENS, FP8, CAPPED, WINDOWED, SHARED,
+    )  # fmt: skip
     if FP8:
         let_next_begin()
-    if num_parts == 1:
-        _store_heads(
-            out, lse, sinks, row, q_heads, in_group, acc, top, total, value_scale,
-            GROUP, DIM,
-        )  # fmt: skip
-    else:
-        _store_heads(
-            partials, partial_lses, None, piece, q_heads, in_group, acc, top, total,
-            value_scale, GROUP, DIM,
+    _store_piece(
+        out, lse, partials, partial_lses, sinks, of_row, num_rows, row, index,
+        run_rows, within, head, acc, top, total, value_scale, GROUP, DIM,
+    )  # fmt: skip
+
+
+_attend_and_store: Any = triton.jit(_attend_columns)
+
+
+def _attend(  # type: ignore[no-untyped-def]
+    q, keys, values, sinks, work, indptr, indices, last_page_lens,
+    out, lse, partials, partial_lses, scale, value_scale, soft_cap, window, num_pieces,
+    num_rows, q_token, cache_block, cache_head, cache_token,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, RUN_COLUMNS: tl.constexpr,
+    LAST_TOKENS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Attends over one piece, for the rows of its run and the heads of one KV head.
+
+    COLUMNS: the columns of a single row. RUN_COLUMNS: the columns of a run of several
+    rows; 0 if there are no such runs.
+    """
+    piece, kv_head = tl.program_id(0), tl.program_id(1)
+    planned = tl.load(work + 1 + piece)
+    row = tl.maximum(planned, 0)
+    of_row = work + 1 + num_pieces
+    pages, first_length, begin, end, run_rows, index = _extent_of_piece(
+        work, of_row, num_rows, indptr, indices, last_page_lens, piece, row, PAGE
+    )
+    block = _block_of_tile(pages, begin, tl.minimum(end, first_length), PAGE, TILE)
+    _wait_for_queries(FP8)
+    if planned < 0:
+        return
+    keys += kv_head * cache_head
+    values += kv_head * cache_head
+    is_shared = run_rows > 1
+    if RUN_COLUMNS > 0:
+        if is_shared:
+            _attend_and_store(
+                q, keys, values, sinks, pages, of_row, out, lse, partials, partial_lses,
+                scale, value_scale, soft_cap, window, num_rows, row, index, run_rows,
+                kv_head, first_length, begin, end, block, q_token, cache_block,
+                cache_token, GROUP, RUN_COLUMNS, LAST_TOKENS, DIM, PAGE, TILE, FP8,
+                CAPPED, WINDOWED, True,
+            )  # fmt: skip
+    if not is_shared:
+        _attend_and_store(
+            q, keys, values, sinks, pages, of_row, out, lse, partials, partial_lses,
+            scale, value_scale, soft_cap, window, num_rows, row, index, run_rows,
+            kv_head, first_length, begin, end, block, q_token, cache_block, cache_token,
+            GROUP, COLUMNS, LAST_TOKENS, DIM, PAGE, TILE, FP8, CAPPED, WINDOWED, False,
         )  # fmt: skip
 
 
 def _merge(  # type: ignore[no-untyped-def]
-    work, partials, partial_lses, out, lse, sinks, num_pieces, num_heads,
+    work, partials, partial_lses, out, lse, sinks, num_pieces, num_rows, num_heads,
     DIM: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Merges the partial results of a sequence's pieces, for some query heads.
+    """Merges the partial results of a row, for some query heads.
 
-    If the sequence has a single piece, `_attend` has stored the result already.
+    If the row's context has a single piece, `_attend` has stored the result already.
     """
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    first = tl.load(work + 1 + num_pieces + row)
-    last = tl.load(work + 2 + num_pieces + row)
+    of_row = work + 1 + num_pieces + row
+    run_rows = tl.load(of_row)
+    num_parts = tl.load(of_row + 2 * num_rows)
+    first_result = tl.load(of_row + 3 * num_rows)
     let_next_begin_and_wait()
-    if last - first == 1:
+    if num_parts == 1:
         return
     is_head = head < num_heads
     column = tl.arange(0, DIM)
     top = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, DIM), tl.float32)
-    for start in range(first, last, PIECES):
-        piece = (start + tl.arange(0, PIECES))[:, None]
-        piece_heads = (piece * num_heads + head[None, :]).to(tl.int64)
-        is_partial = (piece < last) & is_head[None, :]
+    for start in range(0, num_parts, PIECES):
+        index = (start + tl.arange(0, PIECES))[:, None]
+        result = first_result + index * run_rows
+        piece_heads = (result * num_heads + head[None, :]).to(tl.int64)
+        is_partial = (index < num_parts) & is_head[None, :]
         piece_lse = tl.load(partial_lses + piece_heads, mask=is_partial, other=-1e30)
         pointers = partials + piece_heads[:, :, None] * DIM + column[None, None, :]
         part = tl.load(pointers, mask=is_partial[:, :, None], other=0.0)
@@ -291,11 +484,13 @@ def _merge(  # type: ignore[no-untyped-def]
 _PLANNED: Final = ["work", "indptr", "indices", "last_page_lens"]
 _attend_kernel: Any = triton.jit(
     _attend,
-    do_not_specialize=["window", "num_pieces"],
+    do_not_specialize=["window", "num_pieces", "num_rows"],
     do_not_specialize_on_alignment=_PLANNED,
 )
 _merge_kernel: Any = triton.jit(
-    _merge, do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=["work"]
+    _merge,
+    do_not_specialize=["num_pieces", "num_rows"],
+    do_not_specialize_on_alignment=["work"],
 )
 
 
@@ -303,10 +498,10 @@ def attend(
     q: Tensor, caches: tuple[Tensor, Tensor],
     planned: Sequence[Tensor], num_pieces: int,
     out: Tensor, lse: Tensor, partials: tuple[Tensor, Tensor], kind: AttentionKind,
-    *, scale: float, value_scale: float, tile: int, sinks: Tensor | None = None,
-    small_programs: bool | None = None,
+    *, scale: float, value_scale: float, tile: int, max_run_rows: int,
+    sinks: Tensor | None = None, small_programs: bool | None = None,
 ) -> None:  # fmt: skip
-    """Attends for one query of each of S sequences.
+    """Attends for S rows with one query each.
 
     Args:
         q, out: [S, HQ, D], heads and elements contiguous; D a power of two.
@@ -316,18 +511,19 @@ def attend(
             arrays of the step's Pages.
         num_pieces: `max_pieces` of plan_pieces.
         lse: float32 [S, HQ]: filled with base-2 log-sum-exps, without sinks.
-        partials: Memory for partial outputs and partial log-sum-exps, float32 of at
-            least num_pieces * HQ * D and num_pieces * HQ elements.
+        partials: Memory for partial outputs and log-sum-exps, float32 of at least
+            R * HQ * D and R * HQ elements, where R is `max_results` of plan_pieces.
         scale: Factor of the scores, including the FP8 scale of the keys.
         value_scale: FP8 scale of the values; 1.0 for all other dtypes.
         tile: Tokens read at once; the length of pieces is a multiple of `tile`.
+        max_run_rows: The maximum number of rows of a run.
         sinks: float32 [HQ], a logit for each head; see attention.base.LayerAttention.
         small_programs: Whether programs have fewer warps, and for some FP8 heads
             shorter tiles, which is faster for many programs. None: decided by their
             number.
     """
     keys, values = caches
-    (num_seqs, num_q_heads, dim) = q.shape
+    (num_rows, num_q_heads, dim) = q.shape
     num_kv_heads = keys.shape[1]
     assert keys.stride() == values.stride() and q.stride()[1:] == (dim, 1)
     group = num_q_heads // num_kv_heads
@@ -342,17 +538,26 @@ def attend(
     _attend_kernel[(num_pieces, num_kv_heads)](
         q, keys, values, sinks, *planned, out, lse, *partials,
         scale * _LOG2_E, value_scale, kind.soft_cap * _LOG2_E, kind.window or 0,
-        num_pieces, q.stride(0), *keys.stride()[:3],
-        GROUP=group, HEADS=max(8, triton.next_power_of_2(group)), DIM=dim,
-        PAGE=keys.shape[2], TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0,
+        num_pieces, num_rows, q.stride(0), *keys.stride()[:3],
+        GROUP=group, COLUMNS=_columns_of(group),
+        RUN_COLUMNS=_columns_of(group * max_run_rows) if max_run_rows > 1 else 0,
+        LAST_TOKENS=max(16, triton.next_power_of_2(max_run_rows)),
+        DIM=dim, PAGE=keys.shape[2], TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0,
         WINDOWED=kind.window is not None,
         num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
     )  # fmt: skip
-    heads, pieces, warps = _merge_tile(dim, small_programs or num_seqs >= _MANY_ROWS)
-    _merge_kernel[(num_seqs, triton.cdiv(num_q_heads, heads))](
-        planned[0], *partials, out, lse, sinks, num_pieces, num_q_heads,
+    heads, pieces, warps = _merge_tile(dim, small_programs or num_rows >= _MANY_ROWS)
+    _merge_kernel[(num_rows, triton.cdiv(num_q_heads, heads))](
+        planned[0], *partials, out, lse, sinks, num_pieces, num_rows, num_q_heads,
         DIM=dim, HEADS=heads, PIECES=pieces, num_warps=warps, launch_pdl=PDL,
     )  # fmt: skip
+
+
+def _columns_of(num_heads: int) -> int:
+    """Returns the columns of a program that attends for this number of heads. Matrix
+    products have at least 8 columns."""
+    columns: int = triton.next_power_of_2(num_heads)
+    return max(8, columns)
 
 
 def _merge_tile(dim: int, many_programs: bool) -> tuple[int, int, int]:

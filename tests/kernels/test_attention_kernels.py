@@ -188,22 +188,25 @@ def test_rows_that_verify_proposals_equal_plain_attention(problem, num_proposals
     )
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("num_tokens", [39, 64])
-def test_proposal_with_non_finite_values_changes_no_row_before_it(num_tokens):
+def test_proposal_with_non_finite_values_changes_no_row_before_it(num_tokens, is_fp8):
     """With 64 tokens, the proposal is the first token of a piece of the context."""
-    shape = fp8_shape(kv_dtype="", scales=())
-    seqs = plain.make_sequences(shape, [num_tokens + 1])
+    shape = fp8_shape(**({} if is_fp8 else {"kv_dtype": "", "scales": ()}))
+    seqs = plain.make_sequences(shape, [num_tokens + 2])
     pool = plain.make_pool(shape)
     prompt = [(0, 0, num_tokens - 1)]
     plain.run_step(plain.make(shape, pool=pool), shape, seqs, prompt)
     backend = plain.make(shape, "flashinfer", pool=pool)
-    rows = [(0, token, token + 1) for token in (num_tokens - 1, num_tokens)]
+    tokens = range(num_tokens - 1, num_tokens + 2)
+    rows = [(0, token, token + 1) for token in tokens]
     backend.plan(plain.make_batch(shape, seqs, rows))
     q, k, v = plain.rows_of(shape, seqs, 0, rows)
-    v[1] = float("inf")
+    v[1] = float("nan")
     actual = plain.forward(backend, shape, 0, (q, k, v))
     expected = plain.reference(shape, seqs, *rows[0])[0][0, 0]
     torch.testing.assert_close(actual[0].double(), expected, atol=4e-3, rtol=4e-3)
+    assert not actual[1:].isfinite().any(), "a row does not see the proposal"
 
 
 @pytest.mark.parametrize("window", [None, 30])
@@ -229,7 +232,8 @@ def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
         )
         out = backend.forward(0, *static)
     all_spans = last_tokens(lens)
-    for spans in (all_spans, all_spans[2:], all_spans[::-1]):
+    proposals = [(0, token, token + 1) for token in (127, 128, 129)]
+    for spans in (all_spans, all_spans[2:], proposals, all_spans[::-1]):
         inputs = plain.rows_of(shape, seqs, 0, spans)
         for rows, target in zip(inputs, static, strict=True):
             target[: len(spans)] = rows

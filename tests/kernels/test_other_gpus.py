@@ -90,7 +90,7 @@ def _launch_attention_kernels(dtype, kv_dtype, dim) -> None:
     import torch
 
     from attention import pieces
-    from attention.base import AttentionKind, Pages, RopeNormArgs
+    from attention.base import AttentionBatch, AttentionKind, RopeNormArgs
     from attention.kernels import store, widen
 
     caches = tuple(torch.zeros(6, 2, 16, dim).to(kv_dtype) for _ in range(2))
@@ -107,12 +107,17 @@ def _launch_attention_kernels(dtype, kv_dtype, dim) -> None:
     )
     heads = (8, 2, dim)
     ones = np.ones(3, np.int32)
-    pages = Pages(np.arange(4, dtype=np.int32), ones, ones)
-    workspace = torch.empty(pieces.partial_bytes(heads, 3, 132), dtype=torch.uint8)
+    batch = AttentionBatch(ones, ones, ones[:, None], np.zeros(3, np.int64))
+    is_fp8 = kv_dtype != dtype
+    workspace = torch.empty(
+        pieces.partial_bytes(heads, 3, 132, is_fp8=is_fp8), dtype=torch.uint8
+    )
     pieces.pinned = torch.from_numpy
     for kind in (AttentionKind(), AttentionKind(100, 3.0)):
-        decode = pieces.PieceDecode(heads, 16, kind, dim**-0.5, workspace, 132)
-        decode.plan(pages)
+        decode = pieces.PieceDecode(
+            heads, 16, kind, dim**-0.5, workspace, 132, is_fp8=is_fp8
+        )
+        decode.plan(batch, batch.pages(16))
         decode.run(q, caches, out=q, k_scale=1.0, v_scale=1.0)
 
 

@@ -133,7 +133,9 @@ class FlashInferBackend(FlashInferBase):
             for layer in range(pool.layout.num_layers)
         ]
         check_storing(self._caches[0], self._scales(0), self.dtype, self.num_q_heads)
-        check_decoding(self._caches[0], self.dtype, self.num_q_heads, self.layers)
+        check_decoding(
+            self._caches[0], self.dtype, self.num_q_heads, self.layers, self._max_rows
+        )
         self._takes_fresh = prefill == "fa3" or (
             prefill == "auto" and is_sm90a_supported(self.device)
         )
@@ -157,6 +159,14 @@ class FlashInferBackend(FlashInferBase):
     def _is_fp8(self) -> bool:
         return self.kv_dtype is fp8.DTYPE
 
+    @property
+    def _max_rows(self) -> int:
+        """The maximum number of rows that read a context together."""
+        if not self._limits.has_proposals:
+            return 1
+        num_q_heads, num_kv_heads, _ = self.heads
+        return pieces.max_run_rows(num_q_heads, num_kv_heads, is_fp8=self._is_fp8)
+
     def _make_kernels(self, kind: AttentionKind, prefill: str) -> _KindKernels:
         # Without these options, FlashInfer's kernels have no window and no cap.
         options: dict[str, Any] = {}
@@ -177,7 +187,7 @@ class FlashInferBackend(FlashInferBase):
     def workspace_sizes(self, limits: StepLimits, gpu: Gpu) -> Workspace:
         sizes = workspace_of(*self.heads, limits, gpu)
         decode_bytes = pieces.partial_bytes(
-            self.heads, limits.max_seqs, gpu.num_sms, is_fp8=self._is_fp8
+            self.heads, limits.max_seqs, gpu.num_sms, self._max_rows
         )
         return replace(sizes, floats=max(sizes.floats, decode_bytes))
 
@@ -201,7 +211,7 @@ class FlashInferBackend(FlashInferBase):
             self.scale,
             self.workspace,
             self.gpu.num_sms,
-            is_fp8=self._is_fp8,
+            max_rows=self._max_rows,
             **captured,
         )
 

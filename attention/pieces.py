@@ -185,7 +185,7 @@ class PieceDecode:
         scale: Factor of the scores, without the scale of FP8 keys.
         workspace: Memory for partial results, at least `partial_bytes`.
         num_sms: Streaming multiprocessors of the GPU.
-        is_fp8: Whether the KV is in FP8.
+        max_rows: The maximum number of rows of a run.
         captured: The buffers with the pages and plans of steps that run as CUDA graphs;
             None: steps do not run as graphs.
         num_seqs: Number of sequences of a captured step; only used with `captured`.
@@ -200,7 +200,7 @@ class PieceDecode:
         workspace: Tensor,
         num_sms: int,
         *,
-        is_fp8: bool,
+        max_rows: int,
         captured: CapturedBuffers | None = None,
         num_seqs: int = 0,
     ) -> None:
@@ -214,7 +214,7 @@ class PieceDecode:
         self._scale = scale
         self._workspace = workspace.view(torch.float32)
         self._num_sms = num_sms
-        self._max_run_rows = max_run_rows(heads[0], heads[1], is_fp8=is_fp8)
+        self._max_rows = max_rows
         # With heads of more than 128 elements, tiles of TILE tokens do not fit into
         # shared memory.
         self._tile = min(TILE, TILE * 128 // heads[2])
@@ -236,8 +236,8 @@ class PieceDecode:
         num_rows = batch.num_seqs
         sizes = (self._heads[1], self._num_sms)
         self._max_pieces = max_num_pieces(num_rows, *sizes)
-        self._max_results = max_num_results(num_rows, self._max_run_rows, *sizes)
-        run_rows = rows_of_runs(batch, self._max_run_rows)
+        self._max_results = max_num_results(num_rows, self._max_rows, *sizes)
+        run_rows = rows_of_runs(batch, self._max_rows)
         lens = batch.context_lens.astype(np.int32, copy=False)
         return plan_pieces(lens, run_rows, self._max_pieces, self._max_results)
 
@@ -283,23 +283,22 @@ class PieceDecode:
             scale=self._scale * k_scale,
             value_scale=v_scale,
             tile=self._tile,
-            max_run_rows=self._max_run_rows,
+            max_run_rows=self._max_rows,
             sinks=sinks,
             small_programs=small_programs,
         )
 
 
 def partial_bytes(
-    heads: tuple[int, int, int], num_seqs: int, num_sms: int, *, is_fp8: bool
+    heads: tuple[int, int, int], num_seqs: int, num_sms: int, max_rows: int
 ) -> int:
     """Returns the bytes of the partial results of a step of `num_seqs` rows.
 
     Args:
         heads: Number of query heads, number of KV heads, elements of one head.
-        is_fp8: Whether the KV is in FP8.
+        max_rows: The maximum number of rows of a run.
     """
     num_q_heads, num_kv_heads, head_dim = heads
-    max_rows = max_run_rows(num_q_heads, num_kv_heads, is_fp8=is_fp8)
     num_results = max_num_results(num_seqs, max_rows, num_kv_heads, num_sms)
     # A result has an output of head_dim floats and a log-sum-exp for each query head.
     return num_results * num_q_heads * (head_dim + 1) * 4

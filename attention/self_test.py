@@ -21,7 +21,7 @@ from attention.base import (
 )
 from attention.kernels.store import store
 from attention.kernels.widen import widen
-from attention.pieces import PieceDecode, max_run_rows, partial_bytes
+from attention.pieces import PieceDecode, partial_bytes
 from attention.support import UnsupportedPool
 from kvcache import fp8
 
@@ -60,6 +60,7 @@ def check_decoding(
     dtype: torch.dtype,
     num_q_heads: int,
     layers: Sequence[LayerAttention],
+    max_rows: int,
 ) -> None:
     """Checks PieceDecode against plain attention, with queries of `dtype`.
 
@@ -67,6 +68,7 @@ def check_decoding(
         caches: The keys' cache and the values' cache: [B, H, N, D].
         layers: The layers whose attention is served. Of layers that use the same
             kernels, only one is checked.
+        max_rows: The maximum number of rows of a run; see attention/pieces.py.
 
     Raises:
         UnsupportedPool: The results differ by more than the tolerance.
@@ -76,7 +78,7 @@ def check_decoding(
         errors = []
         different = {(layer.kind, layer.sinks is None): layer for layer in layers}
         for layer in different.values():
-            errors += _decode_errors(caches, dtype, num_q_heads, layer)
+            errors += _decode_errors(caches, dtype, num_q_heads, layer, max_rows)
         max_error = torch.stack(errors).max().item()  # NaN if any error is NaN
         if max_error < _TOLERANCE:
             return None
@@ -233,6 +235,7 @@ def _decode_errors(
     dtype: torch.dtype,
     num_q_heads: int,
     layer: LayerAttention,
+    max_rows: int,
 ) -> list[Tensor]:
     """Returns the relative errors of each row's output and log-sum-exp.
 
@@ -242,18 +245,16 @@ def _decode_errors(
     num_heads, block_size, dim = caches[0].shape[1:]
     device = caches[0].device
     heads = (num_q_heads, num_heads, dim)
-    is_fp8 = caches[0].element_size() == 1
-    num_rows = max_run_rows(num_q_heads, num_heads, is_fp8=is_fp8)
     # Contexts with one row each, then contexts with runs of rows.
-    lens = [*_CONTEXTS, *(n + row for n in _CONTEXTS for row in range(num_rows))]
+    lens = [*_CONTEXTS, *(n + row for n in _CONTEXTS for row in range(max_rows))]
     num_seqs = len(lens)
-    workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS, is_fp8=is_fp8)
+    workspace_bytes = partial_bytes(heads, num_seqs, _NUM_SMS, max_rows)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     # PieceDecode multiplies scores by the keys' scale. The softmax scale is therefore
     # divided by the keys' scale, so that the two cancel out.
     scale = dim**-0.5 / _SCALES[0]
     decode = PieceDecode(
-        heads, block_size, kind, scale, workspace, _NUM_SMS, is_fp8=is_fp8
+        heads, block_size, kind, scale, workspace, _NUM_SMS, max_rows=max_rows
     )
     q = torch.randn(num_seqs, num_q_heads, dim, device=device).to(dtype)
     results = []

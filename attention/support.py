@@ -50,12 +50,21 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest steps that a backend must support."""
+    """The largest steps that a backend must support.
+
+    Attributes:
+        max_seqs: Sequences. Each row that verifies a proposal counts as a sequence.
+        max_tokens: Query tokens of all sequences together.
+        max_context: Context tokens of the longest sequence that has several query
+            tokens.
+        has_proposals: Whether steps usually verify proposals. Rows that verify
+            proposals for the same sequence then read its context together.
+    """
 
     max_seqs: int = 256
-    max_tokens: int = 8192  # query tokens of all sequences together
-    # Context tokens of the longest sequence that has several query tokens.
+    max_tokens: int = 8192
     max_context: int = 8192
+    has_proposals: bool = False
 
 
 DEFAULT_LIMITS: Final = StepLimits()

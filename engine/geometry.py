@@ -232,8 +232,9 @@ def step_limits(
             tokens. Only decode steps use such a backend.
     """
     max_seqs = config.max_step_rows
+    has_proposals = bool(config.speculation.kind)
     if is_for_dcp_group:
-        return StepLimits(max_seqs, max_seqs, 0)
+        return StepLimits(max_seqs, max_seqs, 0, has_proposals)
     max_tokens = max(config.max_num_batched_tokens, max_seqs)
     max_context = config.max_model_len or model.max_position
-    return StepLimits(max_seqs, max_tokens, max_context)
+    return StepLimits(max_seqs, max_tokens, max_context, has_proposals)

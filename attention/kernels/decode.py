@@ -1,8 +1,8 @@
 """Triton kernels that attend for single queries over a paged pool.
 
 Contexts are cut into pieces (attention/pieces.py). One kernel attends over each piece,
-and another merges the pieces of a context. The rows of a run share a context: each of
-them sees one token more than the row before it.
+and another (merge.py) merges the pieces of a context. The rows of a run share a
+context: each of them sees one token more than the row before it.
 
 FP8 elements are converted to float16, which represents each of them exactly. The GPU
 converts two elements in one instruction. Queries are first divided by a power of two
@@ -28,9 +28,10 @@ from attention.kernels.launch import (
     let_next_begin_and_wait,
     wait,
 )
+from attention.kernels.merge import merge
+from attention.kernels.sinks import with_sinks
 
 _LOG2_E: Final = 1.4426950408889634
-_LOG2_E_IN_KERNEL: Any = tl.constexpr(_LOG2_E)
 # If a launch has more programs than this, programs with fewer warps are faster, because
 # many programs hide each other's waits for memory. The limits are for 16-bit KV and for
 # FP8 KV.
@@ -133,20 +134,6 @@ def _query(  # type: ignore[no-untyped-def]
 _query_and_factor: Any = triton.jit(_query)
 
 
-def _add_sinks(total, top, sinks, heads, exists):  # type: ignore[no-untyped-def]
-    """Returns the sum of a softmax with the sinks of some heads, if there are any.
-
-    `total` is the sum without the sinks, relative to the largest score, `top`.
-    """
-    if sinks is not None:
-        sink = tl.load(sinks + heads, mask=exists, other=0.0)
-        total += tl.exp2(sink * _LOG2_E_IN_KERNEL - top)
-    return total
-
-
-_with_sinks: Any = triton.jit(_add_sinks)
-
-
 def _store_result(  # type: ignore[no-untyped-def]
     out, lse, sinks, rows, heads, is_used, acc, top, total, value_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -161,7 +148,7 @@ def _store_result(  # type: ignore[no-untyped-def]
     """
     row_heads = rows.to(tl.int64) * (GROUP * tl.num_programs(1)) + heads
     tl.store(lse + row_heads, top + tl.log2(total), mask=is_used)
-    total = _with_sinks(total, top, sinks, heads, is_used)
+    total = with_sinks(total, top, sinks, heads, is_used)
     result = acc * (value_scale / tl.maximum(total, 1e-30))[None, :]
     target = out + row_heads[None, :] * DIM + tl.arange(0, DIM)[:, None]
     tl.store(target, result.to(out.dtype.element_ty), mask=is_used[None, :])
@@ -361,47 +348,18 @@ def _attend_rows(  # type: ignore[no-untyped-def]
 _attended_rows: Any = triton.jit(_attend_rows)
 
 
-def _attend_columns(  # type: ignore[no-untyped-def]
-    q, keys, values, sinks, pages, of_row, out, lse, partials, partial_lses,
-    scale, value_scale, soft_cap, window, num_rows, row, index, run_rows, kv_head,
-    first_length, begin, end, block, q_token, cache_block, cache_token,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, LAST_TOKENS: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
-    """Attends over one piece, with COLUMNS columns, and stores the results."""
-    column = tl.arange(0, COLUMNS)
-    within = column // GROUP
-    head = kv_head * GROUP + column % GROUP
-    heads = q + (row + within).to(tl.int64) * q_token + head * DIM
-    acc, top, total = _attended_rows(
-        heads, keys, values, pages, run_rows, within, first_length, begin, end, block,
-        scale, soft_cap, window, cache_block, cache_token, COLUMNS, DIM, PAGE, TILE,
-        LAST_TOKENS, FP8, CAPPED, WINDOWED, SHARED,
-    )  # fmt: skip
-    if FP8:
-        let_next_begin()
-    _store_piece(
-        out, lse, partials, partial_lses, sinks, of_row, num_rows, row, index,
-        run_rows, within, head, acc, top, total, value_scale, GROUP, DIM,
-    )  # fmt: skip
-
-
-_attend_and_store: Any = triton.jit(_attend_columns)
-
-
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, sinks, work, indptr, indices, last_page_lens,
     out, lse, partials, partial_lses, scale, value_scale, soft_cap, window, num_pieces,
     num_rows, q_token, cache_block, cache_head, cache_token,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, RUN_COLUMNS: tl.constexpr,
-    LAST_TOKENS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, FP8: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, LAST_TOKENS: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Attends over one piece, for the rows of its run and the heads of one KV head.
 
-    COLUMNS: the columns of a single row. RUN_COLUMNS: the columns of a run of several
-    rows; 0 if there are no such runs.
+    SHARED: the launch computes runs of several rows. Otherwise it computes single rows.
+    One kernel for both would take more registers and memory than single rows need.
     """
     piece, kv_head = tl.program_id(0), tl.program_id(1)
     planned = tl.load(work + 1 + piece)
@@ -412,71 +370,23 @@ def _attend(  # type: ignore[no-untyped-def]
     )
     block = _block_of_tile(pages, begin, tl.minimum(end, first_length), PAGE, TILE)
     _wait_for_queries(FP8)
-    if planned < 0:
+    if planned < 0 or (run_rows > 1) != SHARED:
         return
-    keys += kv_head * cache_head
-    values += kv_head * cache_head
-    is_shared = run_rows > 1
-    if RUN_COLUMNS > 0:
-        if is_shared:
-            _attend_and_store(
-                q, keys, values, sinks, pages, of_row, out, lse, partials, partial_lses,
-                scale, value_scale, soft_cap, window, num_rows, row, index, run_rows,
-                kv_head, first_length, begin, end, block, q_token, cache_block,
-                cache_token, GROUP, RUN_COLUMNS, LAST_TOKENS, DIM, PAGE, TILE, FP8,
-                CAPPED, WINDOWED, True,
-            )  # fmt: skip
-    if not is_shared:
-        _attend_and_store(
-            q, keys, values, sinks, pages, of_row, out, lse, partials, partial_lses,
-            scale, value_scale, soft_cap, window, num_rows, row, index, run_rows,
-            kv_head, first_length, begin, end, block, q_token, cache_block, cache_token,
-            GROUP, COLUMNS, LAST_TOKENS, DIM, PAGE, TILE, FP8, CAPPED, WINDOWED, False,
-        )  # fmt: skip
-
-
-def _merge(  # type: ignore[no-untyped-def]
-    work, partials, partial_lses, out, lse, sinks, num_pieces, num_rows, num_heads,
-    DIM: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """Merges the partial results of a row, for some query heads.
-
-    If the row's context has a single piece, `_attend` has stored the result already.
-    """
-    row = tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    of_row = work + 1 + num_pieces + row
-    run_rows = tl.load(of_row)
-    num_parts = tl.load(of_row + 2 * num_rows)
-    first_result = tl.load(of_row + 3 * num_rows)
-    let_next_begin_and_wait()
-    if num_parts == 1:
-        return
-    is_head = head < num_heads
-    column = tl.arange(0, DIM)
-    top = tl.full((HEADS,), -1e30, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    acc = tl.zeros((HEADS, DIM), tl.float32)
-    for start in range(0, num_parts, PIECES):
-        index = (start + tl.arange(0, PIECES))[:, None]
-        result = first_result + index * run_rows
-        piece_heads = (result * num_heads + head[None, :]).to(tl.int64)
-        is_partial = (index < num_parts) & is_head[None, :]
-        piece_lse = tl.load(partial_lses + piece_heads, mask=is_partial, other=-1e30)
-        pointers = partials + piece_heads[:, :, None] * DIM + column[None, None, :]
-        part = tl.load(pointers, mask=is_partial[:, :, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(piece_lse, 0))
-        decay = tl.exp2(top - new_top)
-        weight = tl.exp2(piece_lse - new_top[None, :])
-        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
-        total = total * decay + tl.sum(weight, 0)
-        top = new_top
-    row_heads = row.to(tl.int64) * num_heads + head
-    target = out + row_heads[:, None] * DIM + column[None, :]
-    tl.store(lse + row_heads, top + tl.log2(total), mask=is_head)
-    total = _with_sinks(total, top, sinks, head, is_head)
-    result = acc / total[:, None]
-    tl.store(target, result.to(out.dtype.element_ty), mask=is_head[:, None])
+    within = tl.arange(0, COLUMNS) // GROUP
+    head = kv_head * GROUP + tl.arange(0, COLUMNS) % GROUP
+    acc, top, total = _attended_rows(
+        q + (row + within).to(tl.int64) * q_token + head * DIM,
+        keys + kv_head * cache_head, values + kv_head * cache_head, pages, run_rows,
+        within, first_length, begin, end, block, scale, soft_cap, window, cache_block,
+        cache_token, COLUMNS, DIM, PAGE, TILE, LAST_TOKENS, FP8, CAPPED, WINDOWED,
+        SHARED,
+    )  # fmt: skip
+    if FP8:
+        let_next_begin()
+    _store_piece(
+        out, lse, partials, partial_lses, sinks, of_row, num_rows, row, index,
+        run_rows, within, head, acc, top, total, value_scale, GROUP, DIM,
+    )  # fmt: skip
 
 
 # Triton does not specialize kernels by these arguments, so that steps of any size use
@@ -486,11 +396,6 @@ _attend_kernel: Any = triton.jit(
     _attend,
     do_not_specialize=["window", "num_pieces", "num_rows"],
     do_not_specialize_on_alignment=_PLANNED,
-)
-_merge_kernel: Any = triton.jit(
-    _merge,
-    do_not_specialize=["num_pieces", "num_rows"],
-    do_not_specialize_on_alignment=["work"],
 )
 
 
@@ -516,7 +421,8 @@ def attend(
         scale: Factor of the scores, including the FP8 scale of the keys.
         value_scale: FP8 scale of the values; 1.0 for all other dtypes.
         tile: Tokens read at once; the length of pieces is a multiple of `tile`.
-        max_run_rows: The maximum number of rows of a run.
+        max_run_rows: The maximum number of rows of a run. If it is 1, no kernel for
+            runs of several rows is launched.
         sinks: float32 [HQ], a logit for each head; see attention.base.LayerAttention.
         small_programs: Whether programs have fewer warps, and for some FP8 heads
             shorter tiles, which is faster for many programs. None: decided by their
@@ -535,34 +441,19 @@ def attend(
     if small_programs and is_fp8 and dim <= 128:
         warps = 1
         tile = min(tile, 4096 // dim)
-    _attend_kernel[(num_pieces, num_kv_heads)](
-        q, keys, values, sinks, *planned, out, lse, *partials,
-        scale * _LOG2_E, value_scale, kind.soft_cap * _LOG2_E, kind.window or 0,
-        num_pieces, num_rows, q.stride(0), *keys.stride()[:3],
-        GROUP=group, COLUMNS=_columns_of(group),
-        RUN_COLUMNS=_columns_of(group * max_run_rows) if max_run_rows > 1 else 0,
-        LAST_TOKENS=max(16, triton.next_power_of_2(max_run_rows)),
-        DIM=dim, PAGE=keys.shape[2], TILE=tile, FP8=is_fp8, CAPPED=kind.soft_cap > 0,
-        WINDOWED=kind.window is not None,
-        num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
+    for run_rows in (1, max_run_rows) if max_run_rows > 1 and num_rows > 1 else (1,):
+        _attend_kernel[(num_pieces, num_kv_heads)](
+            q, keys, values, sinks, *planned, out, lse, *partials,
+            scale * _LOG2_E, value_scale, kind.soft_cap * _LOG2_E, kind.window or 0,
+            num_pieces, num_rows, q.stride(0), *keys.stride()[:3],
+            GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group * run_rows)),
+            LAST_TOKENS=max(16, triton.next_power_of_2(run_rows)),
+            DIM=dim, PAGE=keys.shape[2], TILE=tile, FP8=is_fp8,
+            CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
+            SHARED=run_rows > 1,
+            num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
+        )  # fmt: skip
+    merge(
+        planned[0], num_pieces, partials, out, lse, sinks,
+        many_programs=small_programs or num_rows >= _MANY_ROWS,
     )  # fmt: skip
-    heads, pieces, warps = _merge_tile(dim, small_programs or num_rows >= _MANY_ROWS)
-    _merge_kernel[(num_rows, triton.cdiv(num_q_heads, heads))](
-        planned[0], *partials, out, lse, sinks, num_pieces, num_rows, num_q_heads,
-        DIM=dim, HEADS=heads, PIECES=pieces, num_warps=warps, launch_pdl=PDL,
-    )  # fmt: skip
-
-
-def _columns_of(num_heads: int) -> int:
-    """Returns the columns of a program that attends for this number of heads. Matrix
-    products have at least 8 columns."""
-    columns: int = triton.next_power_of_2(num_heads)
-    return max(8, columns)
-
-
-def _merge_tile(dim: int, many_programs: bool) -> tuple[int, int, int]:
-    """Returns the heads that a program merges, the pieces that it reads at a time, and
-    its warps."""
-    if many_programs:
-        return 4, 1024 // dim, 2
-    return 1, 4096 // dim, 1

@@ -1,4 +1,8 @@
-"""Triton kernel that adds attention sinks to a softmax computed without them."""
+"""Attention sinks in Triton kernels.
+
+Baton's decode kernels include sinks in the softmax. Another kernel adds them to a
+softmax that was computed without them.
+"""
 
 from typing import Any, Final
 
@@ -7,6 +11,23 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import PDL, let_next_begin_and_wait
+
+_LOG2_E: Any = tl.constexpr(1.4426950408889634)
+
+
+def _add_sinks(total, top, sinks, heads, exists):  # type: ignore[no-untyped-def]
+    """Returns the sum of a softmax with the sinks of some heads, if there are any.
+
+    `total` is the sum without the sinks, relative to the largest score, `top`.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=exists, other=0.0)
+        total += tl.exp2(sink * _LOG2_E - top)
+    return total
+
+
+with_sinks: Any = triton.jit(_add_sinks)
+
 
 # Maximum number of elements that one program processes.
 _MAX_ELEMENTS: Final = 1024

@@ -152,7 +152,11 @@ def test_backend_is_checked_with_the_heads_of_a_rank_and_of_ranks_that_share_tok
         ({}, StepLimits(80, 2048, 512), StepLimits(80, 80, 0)),
         ({"max_num_batched_tokens": 8}, StepLimits(80, 80, 512), StepLimits(80, 80, 0)),
         ({"speculate": "off"}, StepLimits(64, 2048, 512), StepLimits(64, 64, 0)),
-        ({"speculate": "ngram:4"}, StepLimits(128, 2048, 512), StepLimits(128, 128, 0)),
+        (
+            {"speculate": "ngram:4"},
+            StepLimits(128, 2048, 512, has_proposals=True),
+            StepLimits(128, 128, 0, has_proposals=True),
+        ),
     ],
 )
 def test_step_limits_follow_from_the_options(options, rank_limits, group_limits):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.base import AttentionKind, LayerAttention
+from attention.pieces import max_run_rows
 from engine.sampling.sampler import LastSampledTokens, greedy
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -166,7 +167,9 @@ def test_attention_kernels_pass_their_self_tests(num_q, num_kv, dim, order, dtyp
             LayerAttention(AttentionKind(3000, 2.0)),
             LayerAttention(AttentionKind(100), sinks),
         ]
-        self_test.check_decoding(caches, torch.bfloat16, num_q, layers)
+        max_rows = max_run_rows(num_q, num_kv, is_fp8=dtype != "bfloat16")
+        for rows in {1, max_rows}:
+            self_test.check_decoding(caches, torch.bfloat16, num_q, layers, rows)
     is_changed = any(cache.float().any() for cache in caches)
     assert not is_changed, "the null blocks were not restored"
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.base import AttentionKind, LayerAttention, RopeNormArgs
-from attention.support import UnsupportedPool
+from attention.support import StepLimits, UnsupportedPool
 from kvcache import fp8
 from kvcache.layout import KVLayout
 from kvcache.pool import KVPool
@@ -100,6 +100,11 @@ def last_tokens(lens):
     return [(seq, length - 1, length) for seq, length in enumerate(lens)]
 
 
+def make_backend(shape, pool, *, has_proposals=True):
+    limits = StepLimits(has_proposals=has_proposals)
+    return plain.make(shape, "flashinfer", pool=pool, limits=limits)
+
+
 def backend_after_prompts(shape, seqs, lens):
     """Returns a backend. Its pool has the KV of all tokens except the last token of
     each sequence.
@@ -108,7 +113,7 @@ def backend_after_prompts(shape, seqs, lens):
     prompts = [(seq, 0, length - 1) for seq, length in enumerate(lens) if length > 1]
     if prompts:
         plain.run_step(plain.make(shape, pool=pool), shape, seqs, prompts)
-    return plain.make(shape, "flashinfer", pool=pool)
+    return make_backend(shape, pool)
 
 
 def assert_same_bytes(pool, other):
@@ -160,10 +165,13 @@ def test_kv_before_the_window_is_not_used(is_fp8):
 
 
 @examples(12)
-@given(problems(), st.lists(st.integers(0, 9), min_size=3, max_size=3))
-def test_rows_that_verify_proposals_equal_plain_attention(problem, num_proposals):
+@given(problems(), st.lists(st.integers(0, 9), min_size=3, max_size=3), st.booleans())
+def test_rows_that_verify_proposals_equal_plain_attention(
+    problem, num_proposals, has_proposals
+):
     """A step that verifies proposals has a row for each of them. All rows of a sequence
-    have the same blocks, and each row sees one token more than the row before it.
+    have the same blocks, and each row sees one token more than the row before it. With
+    has_proposals, these rows share a program.
     """
     shape, lens = problem
     lens = [length + count for length, count in zip(lens, num_proposals, strict=False)]
@@ -179,7 +187,7 @@ def test_rows_that_verify_proposals_equal_plain_attention(problem, num_proposals
     if prompts:
         plain.run_step(plain.make(shape, pool=pool), shape, seqs, prompts)
     plain.check_step(
-        plain.make(shape, "flashinfer", pool=pool),
+        make_backend(shape, pool, has_proposals=has_proposals),
         shape,
         seqs,
         rows,
@@ -197,7 +205,7 @@ def test_proposal_with_non_finite_values_changes_no_row_before_it(num_tokens, is
     pool = plain.make_pool(shape)
     prompt = [(0, 0, num_tokens - 1)]
     plain.run_step(plain.make(shape, pool=pool), shape, seqs, prompt)
-    backend = plain.make(shape, "flashinfer", pool=pool)
+    backend = make_backend(shape, pool)
     tokens = range(num_tokens - 1, num_tokens + 2)
     rows = [(0, token, token + 1) for token in tokens]
     backend.plan(plain.make_batch(shape, seqs, rows))
@@ -391,7 +399,7 @@ def test_kernel_that_fails_its_self_test_is_not_used(monkeypatch):
     for shape in (few_heads, latents, fp8_latents):
         pool = plain.make_pool(shape)
         before = pool.tensor.clone().view(torch.uint8)
-        plain.make(shape, "flashinfer", pool=pool)
+        make_backend(shape, pool)
         assert torch.equal(pool.tensor.view(torch.uint8), before)
     attend = decode.attend
 

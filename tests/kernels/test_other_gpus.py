@@ -108,14 +108,11 @@ def _launch_attention_kernels(dtype, kv_dtype, dim) -> None:
     heads = (8, 2, dim)
     ones = np.ones(3, np.int32)
     batch = AttentionBatch(ones, ones, ones[:, None], np.zeros(3, np.int64))
-    is_fp8 = kv_dtype != dtype
-    workspace = torch.empty(
-        pieces.partial_bytes(heads, 3, 132, is_fp8=is_fp8), dtype=torch.uint8
-    )
+    workspace = torch.empty(pieces.partial_bytes(heads, 3, 132, 2), dtype=torch.uint8)
     pieces.pinned = torch.from_numpy
     for kind in (AttentionKind(), AttentionKind(100, 3.0)):
         decode = pieces.PieceDecode(
-            heads, 16, kind, dim**-0.5, workspace, 132, is_fp8=is_fp8
+            heads, 16, kind, dim**-0.5, workspace, 132, max_rows=2
         )
         decode.plan(batch, batch.pages(16))
         decode.run(q, caches, out=q, k_scale=1.0, v_scale=1.0)

@@ -165,7 +165,7 @@ class FlashInferBackend(FlashInferBase):
         if not self._limits.has_proposals:
             return 1
         num_q_heads, num_kv_heads, _ = self.heads
-        return pieces.max_run_rows(num_q_heads, num_kv_heads, is_fp8=self._is_fp8)
+        return pieces.max_run_rows(num_q_heads, num_kv_heads)
 
     def _make_kernels(self, kind: AttentionKind, prefill: str) -> _KindKernels:
         # Without these options, FlashInfer's kernels have no window and no cap.

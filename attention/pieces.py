@@ -21,10 +21,7 @@ from attention.flashinfer_base import CapturedBuffers, pinned
 SPARE_PIECES: Final = 16  # pieces beyond one per sequence, for long contexts
 TILE: Final = 64  # tokens; the length of a piece is a multiple of TILE
 _BLOCKS_PER_SM: Final = 3  # thread blocks that fill a streaming multiprocessor
-# Maximum number of query heads of a run for one KV head. With FP8 KV, a program has few
-# threads, which cannot hold more.
-_MAX_COLUMNS: Final = 32
-_MAX_FP8_COLUMNS: Final = 8
+_MAX_COLUMNS: Final = 32  # maximum number of query heads of a run for one KV head
 
 
 def max_num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
@@ -36,10 +33,9 @@ def max_num_pieces(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
     return max(num_seqs + SPARE_PIECES, _BLOCKS_PER_SM * num_sms // num_kv_heads)
 
 
-def max_run_rows(num_q_heads: int, num_kv_heads: int, *, is_fp8: bool) -> int:
+def max_run_rows(num_q_heads: int, num_kv_heads: int) -> int:
     """Returns the maximum number of rows of a run."""
-    max_columns = _MAX_FP8_COLUMNS if is_fp8 else _MAX_COLUMNS
-    return max(1, max_columns * num_kv_heads // num_q_heads)
+    return max(1, _MAX_COLUMNS * num_kv_heads // num_q_heads)
 
 
 def max_num_results(

@@ -267,6 +267,9 @@ def _start_runner(
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    max_rows = max([*args.batch, 1]) * (1 + max([*args.proposals, 0]))
+    # With a drafter, a step has as many rows for proposals as for sequences.
+    max_num_seqs = -(-max_rows // 2) if args.proposals else max_rows
     return EngineConfig(
         **{name: getattr(args, name) for name in _ENGINE_OPTIONS},
         role="decode",
@@ -275,7 +278,8 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         model_dir="",
         load_format="dummy",
         devices=list(range(args.tp)),
-        max_num_seqs=max([*args.batch, 1]) * (1 + max([*args.proposals, 0])),
+        speculate=f"ngram:{max(args.proposals)}" if args.proposals else "off",
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max([*args.prompt, *args.chunk, 2048]),
     )
 

@@ -437,18 +437,18 @@ def attend(
     assert is_fp8 or keys.dtype == q.dtype, (keys.dtype, q.dtype)
     if small_programs is None:
         small_programs = num_pieces * num_kv_heads > _MIN_SMALL_PROGRAMS[is_fp8]
-    warps = 2 if is_fp8 else 4 if small_programs else 8
-    if small_programs and is_fp8 and dim <= 128:
-        warps = 1
-        tile = min(tile, 4096 // dim)
-    for run_rows in (1, max_run_rows) if max_run_rows > 1 and num_rows > 1 else (1,):
+    # For each launch: the rows of a run, the tile, and the warps.
+    launches = [(1, *_single_row_tile(tile, dim, small_programs, is_fp8))]
+    if max_run_rows > 1 and num_rows > 1:
+        launches.append((max_run_rows, tile, 4 if small_programs else 8))
+    for run_rows, launch_tile, warps in launches:
         _attend_kernel[(num_pieces, num_kv_heads)](
             q, keys, values, sinks, *planned, out, lse, *partials,
             scale * _LOG2_E, value_scale, kind.soft_cap * _LOG2_E, kind.window or 0,
             num_pieces, num_rows, q.stride(0), *keys.stride()[:3],
             GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group * run_rows)),
             LAST_TOKENS=max(16, triton.next_power_of_2(run_rows)),
-            DIM=dim, PAGE=keys.shape[2], TILE=tile, FP8=is_fp8,
+            DIM=dim, PAGE=keys.shape[2], TILE=launch_tile, FP8=is_fp8,
             CAPPED=kind.soft_cap > 0, WINDOWED=kind.window is not None,
             SHARED=run_rows > 1,
             num_warps=warps, num_stages=3 if is_fp8 else 2, launch_pdl=PDL,
@@ -457,3 +457,14 @@ def attend(
         planned[0], num_pieces, partials, out, lse, sinks,
         many_programs=small_programs or num_rows >= _MANY_ROWS,
     )  # fmt: skip
+
+
+def _single_row_tile(
+    tile: int, dim: int, small_programs: bool, is_fp8: bool
+) -> tuple[int, int]:
+    """Returns the tile and the warps of programs for single rows."""
+    if not is_fp8:
+        return tile, 4 if small_programs else 8
+    if small_programs and dim <= 128:
+        return min(tile, 4096 // dim), 1
+    return tile, 2

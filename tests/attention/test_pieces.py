@@ -38,10 +38,9 @@ def decode_batch(tables, lens):
     st.integers(1, 32),
     st.integers(1, 140),
     st.sampled_from([1, 2, 4, 8, 16, 64]),
-    st.booleans(),
 )
 def test_pieces_cover_each_context_once_and_are_as_short_as_possible(
-    contexts, heads, sms, group, is_fp8
+    contexts, heads, sms, group
 ):
     """Each context has as many rows as it has in `contexts`, one token apart."""
     rows = [
@@ -51,8 +50,8 @@ def test_pieces_cover_each_context_once_and_are_as_short_as_possible(
     ]
     lens = np.array([length for _, length in rows], np.int32)
     max_pieces = max_num_pieces(len(lens), heads, sms)
-    max_rows = max_run_rows(group * heads, heads, is_fp8=is_fp8)
-    assert max_rows == max(1, (8 if is_fp8 else 32) // group)
+    max_rows = max_run_rows(group * heads, heads)
+    assert max_rows == max(1, 32 // group)
     max_results = max_num_results(len(lens), max_rows, heads, sms)
     # Contexts have different blocks.
     batch = decode_batch([[index + 1] for index, _ in rows], lens)

@@ -230,9 +230,11 @@ class PieceDecode:
             The plan. The caller must copy it and `pages` to the captured buffers.
         """
         num_rows = batch.num_seqs
-        sizes = (self._heads[1], self._num_sms)
-        self._max_pieces = max_num_pieces(num_rows, *sizes)
-        self._max_results = max_num_results(num_rows, self._max_rows, *sizes)
+        num_kv_heads = self._heads[1]
+        self._max_pieces = max_num_pieces(num_rows, num_kv_heads, self._num_sms)
+        self._max_results = max_num_results(
+            num_rows, self._max_rows, num_kv_heads, self._num_sms
+        )
         run_rows = rows_of_runs(batch, self._max_rows)
         lens = batch.context_lens.astype(np.int32, copy=False)
         return plan_pieces(lens, run_rows, self._max_pieces, self._max_results)

@@ -66,8 +66,8 @@ def check_decoding(
 
     Args:
         caches: The keys' cache and the values' cache: [B, H, N, D].
-        layers: The layers whose attention is served. Of layers that use the same
-            kernels, only one is checked.
+        layers: The layers that the backend serves. Of layers that use the same kernels,
+            only one is checked.
         max_rows: The maximum number of rows of a run; see attention/pieces.py.
 
     Raises:

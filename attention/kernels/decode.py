@@ -82,7 +82,7 @@ def _extent(  # type: ignore[no-untyped-def]
     """Loads the extent of a piece and of its context.
 
     Args:
-        of_row: the plan's numbers for each row, of which there are `num_rows`.
+        of_row: the plan's four arrays [num_rows]; see `pieces.plan_pieces`.
         row: the first row of the piece's run.
 
     Returns:

@@ -74,7 +74,7 @@ def merge(
     *,
     many_programs: bool,
 ) -> None:
-    """Merges the partial results of all rows whose contexts have several pieces.
+    """Merges the partial results of each row with several pieces of context.
 
     Args:
         plan: int32, the result of attention.pieces.plan_pieces.

@@ -378,7 +378,10 @@ def _multiply(
     """
     count, _, width = weight.shape
     pairs, num_out = out.shape
-    num_tiles = min(pairs, count + pairs // tile.rows)
+    # Each pair of a single token is a tile, even if other ranks have its expert.
+    num_tiles = pairs
+    if ends is not None:
+        num_tiles = min(pairs, count + pairs // tile.rows)
     alpha, limit = clamps or (0.0, 0.0)
     _grouped_fp4_kernel[(num_tiles * triton.cdiv(num_out, tile.columns),)](
         x,

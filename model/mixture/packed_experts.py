@@ -160,7 +160,9 @@ def _deviations(packed: PackedExperts, experts: Experts, num_chosen: int) -> Ten
         relative_error(packed(*many, tiles=tiles), expected)
         for tiles in fused_ops.fp4_experts().TILES
     ]
-    one = experts.example(num_chosen, 1)
+    x, weights, chosen = experts.example(num_chosen, 1)
+    # The first experts may be on other ranks.
+    one = (x, weights.flip(1), chosen.flip(1))
     errors.append(relative_error(packed(*one), experts(*one)))
     return torch.stack(errors)
 

@@ -149,7 +149,7 @@ class Router:
         The result is the sum of two errors. The first is the relative error of the
         weights. The second is the difference between the scores of the experts that the
         kernel and torch choose. This difference is 0, except for ties that rounding
-        decides. All test logits of a token differ.
+        decides. All test logits of a token differ, before the router's bias is added.
         """
         num_experts = self._moe.num_experts
         generator = torch.Generator().manual_seed(0)
@@ -161,6 +161,8 @@ class Router:
         logits = (ranks - num_experts / 2) * (8 / num_experts)
         weights, experts = self._choose_by_kernel(logits, self._bias)
         expected_weights, expected_experts = self._choose_by_torch(logits, self._bias)
+        if self._bias is not None:
+            logits = logits + self._bias
         choice = logits.sigmoid()
         if self._correction_bias is not None:
             choice = choice + self._correction_bias

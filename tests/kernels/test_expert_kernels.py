@@ -151,6 +151,35 @@ def test_mxfp4_experts_are_multiplied_as_stored(
             assert error.norm() <= 0.01 * expected.norm() + 0.02
 
 
+@pytest.mark.parametrize("chosen", [[0, 5], [1, 0, 4, 5], [5, 0], [0, 1]], ids=str)
+def test_one_token_may_choose_more_experts_than_its_rank_has(chosen, monkeypatch):
+    """The rank has expert 5 only. Wherever this expert is among the chosen ones, it is
+    computed, and the others are not.
+    """
+    monkeypatch.setattr(fused_ops, "is_supported", lambda device, dtype: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gate_up = random_mxfp4(1, 128, HIDDEN)
+    down = random_mxfp4(1, HIDDEN, 64)
+    options = {
+        "activation": "silu",
+        "first": 5,
+        "total": TOTAL,
+        "biases": None,
+        "clamps": None,
+        "num_chosen": len(chosen),
+    }
+    experts = make_routed_experts(gate_up, down, **options)
+    assert isinstance(experts, PackedExperts)
+    dequantised = [weight.dequantise().float() for weight in (gate_up, down)]
+    plain = Experts(*dequantised, **options)
+    x = torch.randn(1, HIDDEN).to(BF16)
+    weights = torch.rand(1, len(chosen))
+    routed = torch.tensor([chosen])
+    expected = plain(x.float(), weights, routed)
+    error = experts(x, weights, routed) - expected
+    assert error.norm() <= 0.01 * expected.norm()
+
+
 def test_scale_beyond_the_range_of_bfloat16_is_not_packed():
     weight = random_mxfp4(1, 64, HIDDEN)
     assert can_pack(weight)
@@ -188,6 +217,14 @@ def test_first_of_equal_logits_are_chosen_even_with_tiny_scores(monkeypatch):
     weights, experts = make_router("normalised", 20, monkeypatch).choose(logits)
     assert experts[0].tolist() == [7, *range(experts.shape[1] - 1)]
     assert weights[0, 0] == 1.0
+
+
+def test_experts_that_tie_by_the_bias_do_not_fail_the_self_test(monkeypatch):
+    """The self-test's logits are multiples of 1/4, and so are these biases."""
+    router = make_router("normalised", 32, monkeypatch)
+    for _ in range(20):
+        router._bias = torch.randint(-4, 5, (32,)) / 4
+        assert router._deviation() < 1e-3
 
 
 def test_deviating_router_kernel_is_logged_and_not_used(monkeypatch, caplog):

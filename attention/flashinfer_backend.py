@@ -72,6 +72,7 @@ _VIEW_ORDER: Final = "HND"
 _MIN_FRESH_TOKENS: Final = 512
 _MIN_FRESH_TOKENS_EACH: Final = 2048
 _MAX_FRESH: Final = 8  # maximum number of fresh prompts of a step
+_HOPPER: Final = 9  # the major compute capability of Hopper GPUs
 _MAX_COPIED_TOKENS: Final = 1 << 17  # capacity of the buffer for 16-bit copies
 
 
@@ -161,8 +162,12 @@ class FlashInferBackend(FlashInferBase):
 
     @property
     def _max_rows(self) -> int:
-        """The maximum number of rows that read a context together."""
-        if not self._limits.has_proposals:
+        """The maximum number of rows that read a context together.
+
+        Only Hopper GPUs have a kernel for several rows. For Blackwell, Triton 3.6 does
+        not compile it.
+        """
+        if not self._limits.has_proposals or self.gpu.capability != _HOPPER:
             return 1
         num_q_heads, num_kv_heads, _ = self.heads
         return pieces.max_run_rows(num_q_heads, num_kv_heads)

@@ -268,7 +268,10 @@ class PieceDecode:
         """
         if lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        size = self._max_results * self._heads[0] * self._heads[2]
+        num_heads, _, head_dim = self._heads
+        size = self._max_results * num_heads * head_dim
+        num_lses = self._max_results * num_heads
+        assert size + num_lses <= len(self._workspace), "the workspace is too small"
         self._attend(
             q,
             caches,

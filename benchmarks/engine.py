@@ -64,6 +64,7 @@ from model.config import ModelConfig, load_config
 from model.parallel import Parallel
 from protocol.messages import SamplingParams
 from protocol.settings.machine import available_cores
+from protocol.settings.speculation import MAX_PROPOSALS
 
 # The fastest rank waits at most this long for the slowest rank to start.
 _CONNECT_TIMEOUT_S = 600.0
@@ -177,8 +178,7 @@ def _print_figures(name: str, **figures: float) -> dict[str, float]:
 
 
 def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    description = __doc__.splitlines()[0] if __doc__ else None
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     shapes = ", ".join(SHAPES)
     add(
@@ -221,6 +221,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--proposals",
         type=int,
         nargs="*",
+        choices=range(1, MAX_PROPOSALS + 1),
+        metavar="N",
         default=[],
         help="numbers of proposed tokens that a step verifies for each sequence",
     )

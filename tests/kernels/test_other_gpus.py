@@ -82,10 +82,10 @@ def _compile_for(capability: int) -> None:
             kv_dtypes.append(torch.float8_e4m3fn)
         for kv_dtype in kv_dtypes:
             for dim in (64, 128, 256):
-                _launch_attention_kernels(dtype, kv_dtype, dim)
+                _launch_attention_kernels(dtype, kv_dtype, dim, capability)
 
 
-def _launch_attention_kernels(dtype, kv_dtype, dim) -> None:
+def _launch_attention_kernels(dtype, kv_dtype, dim, capability) -> None:
     import numpy as np
     import torch
 
@@ -108,11 +108,14 @@ def _launch_attention_kernels(dtype, kv_dtype, dim) -> None:
     heads = (8, 2, dim)
     ones = np.ones(3, np.int32)
     batch = AttentionBatch(ones, ones, ones[:, None], np.zeros(3, np.int64))
-    workspace = torch.empty(pieces.partial_bytes(heads, 3, 132, 2), dtype=torch.uint8)
+    # Only Hopper GPUs have a kernel for rows that verify proposals together.
+    max_rows = pieces.max_run_rows(*heads[:2]) if capability == 90 else 1
+    num_bytes = pieces.partial_bytes(heads, 3, 132, max_rows)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
     pieces.pinned = torch.from_numpy
     for kind in (AttentionKind(), AttentionKind(100, 3.0)):
         decode = pieces.PieceDecode(
-            heads, 16, kind, dim**-0.5, workspace, 132, max_rows=2
+            heads, 16, kind, dim**-0.5, workspace, 132, max_rows=max_rows
         )
         decode.plan(batch, batch.pages(16))
         decode.run(q, caches, out=q, k_scale=1.0, v_scale=1.0)

@@ -161,9 +161,11 @@ def _deviations(packed: PackedExperts, experts: Experts, num_chosen: int) -> Ten
         for tiles in fused_ops.fp4_experts().TILES
     ]
     x, weights, chosen = experts.example(num_chosen, 1)
-    # The first experts may be on other ranks.
-    one = (x, weights.flip(1), chosen.flip(1))
-    errors.append(relative_error(packed(*one), experts(*one)))
+    # In reverse order, the first experts may be on other ranks.
+    weights = weights.flip(1)
+    chosen = chosen.flip(1)
+    actual = packed(x, weights, chosen)
+    errors.append(relative_error(actual, experts(x, weights, chosen)))
     return torch.stack(errors)
 
 

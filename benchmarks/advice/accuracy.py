@@ -249,7 +249,7 @@ def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
     """Return the figures of accuracy over all cases.
 
     "repeatable" is the number of deployments whose runs are within 15 % of each other.
-    It shows how much of the errors is due to the host.
+    The speed of the host changes between the runs of the other deployments.
 
     Args:
         measured: the results of each case by its name.

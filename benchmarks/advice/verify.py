@@ -102,8 +102,7 @@ class Measured:
     @property
     def is_repeatable(self) -> bool:
         """Whether the goodput of each run is within MAX_ERROR of the goodput of the
-        best run. If not, no prediction can be that close to all runs.
-        """
+        best run."""
         return self.goodputs[0] >= (1 - MAX_ERROR) * self.goodputs[-1]
 
     def ties_with(self, other: "Measured") -> bool:

@@ -267,11 +267,28 @@ class AttentionBackend(ABC):
             f"{type(self).__name__} cannot be captured in CUDA graphs"
         )
 
-    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
+    @property
+    def finds_runs(self) -> bool:
+        """True if `plan_for_graph` looks for runs, which are consecutive rows that read
+        the same context.
+        """
+        return False
+
+    def plan_for_graph(
+        self, batch: AttentionBatch, num_rows: int, *, captures_runs: bool = False
+    ) -> bool:
         """Plans a decode step, padded to `num_rows` sequences, for a CUDA graph.
 
         The following calls of `forward` may be captured in a CUDA graph. To replay that
         graph for another batch, call this method again with the same `num_rows`.
+
+        Args:
+            captures_runs: The following calls of `forward` also launch the kernels for
+                runs, whether the step has runs or not.
+
+        Returns:
+            Whether the step has runs. If so, only a graph that was captured with
+            `captures_runs` may be replayed for it.
 
         Raises:
             NotImplementedError: The backend's `forward` cannot be captured.

@@ -169,14 +169,23 @@ class ContextParallelBackend(AttentionBackend):
             max_seqs, dtype=torch.bool, device=self.pool.device
         )
 
-    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
+    @property
+    def finds_runs(self) -> bool:
+        return self._decode_backend.finds_runs
+
+    def plan_for_graph(
+        self, batch: AttentionBatch, num_rows: int, *, captures_runs: bool = False
+    ) -> bool:
         padded = batch.padded_to(num_rows, self._stripe.tokens_per_block)
-        self._decode_backend.plan_for_graph(self._local_batch(padded), num_rows)
+        has_runs = self._decode_backend.plan_for_graph(
+            self._local_batch(padded), num_rows, captures_runs=captures_runs
+        )
         is_absent = self._absent_sequences(padded.context_lens)
         self._is_absent = self._captured_absent[:num_rows]
         self._is_absent.copy_(is_absent, non_blocking=True)
         self._num_decodes = num_rows
         self._prompts = []
+        return has_runs
 
     def _absent_sequences(self, context_lens: Int32s) -> Tensor:
         """Returns for each sequence whether this rank stores none of its tokens.

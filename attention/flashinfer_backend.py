@@ -45,6 +45,7 @@ from attention.flashinfer_base import (
     LN_2,
     CapturedBuffers,
     FlashInferBase,
+    GraphPlan,
     indptr_of,
     pinned,
 )
@@ -339,10 +340,13 @@ class FlashInferBackend(FlashInferBase):
 
     def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
-    ) -> Int32s:
+    ) -> GraphPlan:
         self._kernels[kind].parts = [_decode_part(batch.num_seqs, kernel)]
-        plan: Int32s = kernel.plan_for_graph(batch, pages)
-        return plan
+        return GraphPlan(kernel.plan_for_graph(batch, pages), kernel.has_runs)
+
+    @property
+    def finds_runs(self) -> bool:
+        return self._max_rows > 1
 
     def _scales(self, layer: int) -> tuple[float, float]:
         return self.pool.scale(layer, 0), self.pool.scale(layer, 1)

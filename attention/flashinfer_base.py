@@ -15,7 +15,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,18 @@ from kvcache.pool import KVPool
 
 # Factor that converts the kernels' base-2 log-sum-exps to natural logarithms.
 LN_2: Final = math.log(2)
+
+
+class GraphPlan(NamedTuple):
+    """A plan of a captured kernel.
+
+    Attributes:
+        data: What the caller must copy to the buffer `plan`.
+        has_runs: Whether the step has runs; see `AttentionBackend.plan_for_graph`.
+    """
+
+    data: Int32s
+    has_runs: bool = False
 
 
 class CapturedBuffers:
@@ -191,13 +203,16 @@ class FlashInferBase(AttentionBackend):
             )
         self._captured.clear()  # these kernels read the buffers that were replaced
 
-    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
+    def plan_for_graph(
+        self, batch: AttentionBatch, num_rows: int, *, captures_runs: bool = False
+    ) -> bool:
         assert self._buffers, (
             "reserve_graph_buffers must be called before plan_for_graph"
         )
         is_decode_step = bool((batch.query_lens == 1).all())
         assert is_decode_step, "only steps of single tokens are captured"
         padded = batch.padded_to(num_rows, self.block_size)
+        has_runs = False
         for kind, buffers in self._buffers.items():
             kernel = self._captured.get((kind, num_rows))
             if kernel is None:
@@ -206,8 +221,13 @@ class FlashInferBase(AttentionBackend):
             seen = padded.limit_to_window(kind.window, self.block_size)
             pages = seen.pages(self.block_size)
             plan = self.plan_graph_kernel(kind, kernel, seen, pages)
-            buffers.upload(padded.slot_mapping, pages, plan)
+            if plan.has_runs:
+                has_runs = True
+            if captures_runs:
+                kernel.has_runs = True
+            buffers.upload(padded.slot_mapping, pages, plan.data)
             self.slots = buffers.slots[:num_rows]
+        return has_runs
 
     @abstractmethod
     def graph_plan_size(self, max_seqs: int) -> int:
@@ -226,15 +246,12 @@ class FlashInferBase(AttentionBackend):
     @abstractmethod
     def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
-    ) -> Int32s:
+    ) -> GraphPlan:
         """Plans a captured kernel and makes `forward` use it in the layers of `kind`.
 
         Args:
             batch: Has exactly as many rows as the kernel was made for.
             pages: The batch's blocks, which the caller uploads.
-
-        Returns:
-            The data that the caller must copy to the buffer `plan`.
         """
 
 

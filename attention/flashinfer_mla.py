@@ -16,8 +16,14 @@ from flashinfer.mla._core import MLAPlanMetadata
 from flashinfer.utils import is_sm90a_supported
 from torch import Tensor
 
-from attention.base import AttentionBatch, AttentionKind, Int32s, Pages
-from attention.flashinfer_base import LN_2, CapturedBuffers, FlashInferBase, indptr_of
+from attention.base import AttentionBatch, AttentionKind, Pages
+from attention.flashinfer_base import (
+    LN_2,
+    CapturedBuffers,
+    FlashInferBase,
+    GraphPlan,
+    indptr_of,
+)
 from attention.flashinfer_workspace import Gpu, Workspace, latent_workspace_of
 from attention.kernels.store import store
 from attention.kernels.widen import widen
@@ -113,12 +119,12 @@ class FlashInferMLABackend(FlashInferBase):
 
     def plan_graph_kernel(
         self, kind: AttentionKind, kernel: Any, batch: AttentionBatch, pages: Pages
-    ) -> Int32s:
+    ) -> GraphPlan:
         buffers = self._buffers[kind]
         self._block_list = (buffers.indices, buffers.indptr[batch.num_seqs :])
         with self.planning():
             self._plan(kernel, batch, pages)
-        return np.empty(0, np.int32)  # FlashInfer copies its plan itself
+        return GraphPlan(np.empty(0, np.int32))  # FlashInfer copies its plan itself
 
     def forward_latent(
         self,

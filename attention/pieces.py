@@ -174,6 +174,10 @@ class PieceDecode:
 
     `run` accepts the arguments that Baton passes to FlashInfer's wrappers.
 
+    Attributes:
+        has_runs: Whether the planned step has runs of several rows, or is captured for
+            steps that have. If not, `run` does not launch the kernel for runs.
+
     Args:
         heads: Number of query heads, number of KV heads, elements of one head.
         block_size: Tokens of a block.
@@ -214,6 +218,7 @@ class PieceDecode:
         # With heads of more than 128 elements, tiles of TILE tokens do not fit into
         # shared memory.
         self._tile = min(TILE, TILE * 128 // heads[2])
+        self.has_runs = False
         self._planned: list[Tensor] = []
         if captured is not None:
             self._planned = [
@@ -236,6 +241,7 @@ class PieceDecode:
             num_rows, self._max_rows, num_kv_heads, self._num_sms
         )
         run_rows = rows_of_runs(batch, self._max_rows)
+        self.has_runs = len(run_rows) < num_rows
         lens = batch.context_lens.astype(np.int32, copy=False)
         return plan_pieces(lens, run_rows, self._max_pieces, self._max_results)
 
@@ -284,7 +290,7 @@ class PieceDecode:
             scale=self._scale * k_scale,
             value_scale=v_scale,
             tile=self._tile,
-            max_run_rows=self._max_rows,
+            max_run_rows=self._max_rows if self.has_runs else 1,
             sinks=sinks,
             small_programs=small_programs,
         )

@@ -123,9 +123,13 @@ class DecodeGraphs:
         self._complements, self._positions = self._inputs.unbind()
         self._capture = model.new_capture(captured_layers, max_seqs)
         self._sizes = captured_sizes(max_seqs)
-        # Graphs and their outputs, by number of rows. Every replay overwrites the
-        # outputs of all graphs, because the graphs share memory.
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, LogitsOutput]] = {}
+        # Graphs and their outputs, by number of rows, and by whether they launch the
+        # kernels for runs; see `AttentionBackend.plan_for_graph`. Every replay
+        # overwrites the outputs of all graphs, because the graphs share memory.
+        self._graphs: dict[
+            tuple[int, bool], tuple[torch.cuda.CUDAGraph, LogitsOutput]
+        ] = {}
+        self._has_runs = False  # whether the last step has runs
 
     def capture(self) -> None:
         """Captures every size. The largest comes first, so that the graphs of smaller
@@ -133,27 +137,36 @@ class DecodeGraphs:
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            self._backend.plan_for_graph(_null_batch(self._backend.num_groups), size)
-            # Run once before the capture, because handles and kernels cannot be created
-            # during a capture.
-            self._step(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
-            # concurrently.
-            with torch.cuda.graph(
-                graph,
-                pool=pool,
-                stream=torch.cuda.current_stream(),
-                capture_error_mode="thread_local",
-            ):
-                self._graphs[size] = (graph, self._step(size))
+            self._capture_size(size, pool, captures_runs=False)
+            # A run has at least two rows.
+            if size > 1 and self._backend.finds_runs:
+                self._capture_size(size, pool, captures_runs=True)
         torch.cuda.synchronize()
         logger.info(
             "captured %d decode graphs in %.1f s",
-            len(self._sizes),
+            len(self._graphs),
             time.perf_counter() - started_s,
         )
+
+    def _capture_size(self, size: int, pool: Any, *, captures_runs: bool) -> None:
+        """Captures one graph; see `AttentionBackend.plan_for_graph`."""
+        self._backend.plan_for_graph(
+            _null_batch(self._backend.num_groups), size, captures_runs=captures_runs
+        )
+        # Run once before the capture, because handles and kernels cannot be created
+        # during a capture.
+        self._step(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
+        # concurrently.
+        with torch.cuda.graph(
+            graph,
+            pool=pool,
+            stream=torch.cuda.current_stream(),
+            capture_error_mode="thread_local",
+        ):
+            self._graphs[size, captures_runs] = (graph, self._step(size))
 
     def _step(self, num_rows: int) -> LogitsOutput:
         with _fastest_blas(num_rows):
@@ -192,10 +205,10 @@ class DecodeGraphs:
             step.rotary_positions,
         )
         self._inputs.copy_(host, non_blocking=True)
-        self._backend.plan_for_graph(
+        self._has_runs = self._backend.plan_for_graph(
             step.attention_batch(self._block_size, self._backend.num_groups), size
         )
-        graph, output = self._graphs[size]
+        graph, output = self._graphs[size, self._has_runs]
         graph.replay()
         assert output.greedy_ids is not None
         return LogitsOutput(
@@ -207,7 +220,8 @@ class DecodeGraphs:
     def replay(self, num_seqs: int) -> None:
         """Launches the graph for `num_seqs` sequences again, with the inputs and the
         attention plan of the last `run`."""
-        self._graphs[self._size_for(num_seqs)][0].replay()
+        graph, _ = self._graphs[self._size_for(num_seqs), self._has_runs]
+        graph.replay()
 
     def _size_for(self, num_seqs: int) -> int:
         return next(size for size in self._sizes if size >= num_seqs)

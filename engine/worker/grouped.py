@@ -78,9 +78,22 @@ class GroupedBackend(AttentionBackend):
         for backend in self._backends:
             backend.reserve_graph_buffers(max_seqs, max_blocks)
 
-    def plan_for_graph(self, batch: AttentionBatch, num_rows: int) -> None:
-        for group, backend in enumerate(self._backends):
-            backend.plan_for_graph(self._batch_of_group(batch, group), num_rows)
+    @property
+    def finds_runs(self) -> bool:
+        return self._backends[0].finds_runs
+
+    def plan_for_graph(
+        self, batch: AttentionBatch, num_rows: int, *, captures_runs: bool = False
+    ) -> bool:
+        has_runs = [
+            backend.plan_for_graph(
+                self._batch_of_group(batch, group),
+                num_rows,
+                captures_runs=captures_runs,
+            )
+            for group, backend in enumerate(self._backends)
+        ]
+        return any(has_runs)
 
     def _batch_of_group(self, batch: AttentionBatch, group: int) -> AttentionBatch:
         """The batch with the block tables and slots of one group."""

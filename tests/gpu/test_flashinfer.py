@@ -293,6 +293,19 @@ def test_captured_step_cuts_long_contexts_among_short_ones(num_seqs, kv_dtype):
     captured.check(rows[::-1])
 
 
+@both_pools
+def test_captured_step_with_proposals(options):
+    shape = gpu_shape(**options)
+    lens = [90, 300]
+    seqs = make_sequences(shape, lens)
+    backend = make(shape, limits=StepLimits(16, 1024, has_proposals=True))
+    run_step(backend, shape, seqs, [(0, 0, 90), (1, 0, 300)])
+    captured = _CapturedStep(backend, shape, seqs, 8, (0, 89))
+    captured.check([(0, 89), (1, 299)])
+    captured.check([(0, 87), (0, 88), (0, 89), (1, 298), (1, 299)], has_runs=True)
+    captured.check([(1, 250), (0, 89)])
+
+
 def in_graph(
     call: Callable[[], torch.Tensor],
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -310,9 +323,10 @@ def in_graph(
 
 
 class _CapturedStep:
-    """A CUDA graph of a step with `num_rows` single tokens.
+    """Two CUDA graphs of a step with `num_rows` single tokens: without and with the
+    kernels for runs.
 
-    The graph is captured with one sequence: `first` is (sequence, position).
+    The graphs are captured with one sequence: `first` is (sequence, position).
     """
 
     def __init__(
@@ -328,23 +342,32 @@ class _CapturedStep:
             torch.zeros(num_rows, n, 128, dtype=torch.bfloat16, device="cuda")
             for n in heads
         ]
-        backend.plan_for_graph(_decode_batch(shape, seqs, [first]), num_rows)
-        self.graph, self.out = in_graph(lambda: backend.forward(0, *self.static))
+        self.graphs = []
+        for captures_runs in (False, True):
+            backend.plan_for_graph(
+                _decode_batch(shape, seqs, [first]),
+                num_rows,
+                captures_runs=captures_runs,
+            )
+            self.graphs.append(in_graph(lambda: backend.forward(0, *self.static)))
 
-    def check(self, rows: list[tuple[int, int]]) -> None:
-        """Replays the graph with these rows, (sequence, position), and checks the
-        output.
+    def check(self, rows: list[tuple[int, int]], *, has_runs: bool = False) -> None:
+        """Replays a graph with these rows, (sequence, position), and checks the output.
+
+        Args:
+            has_runs: Whether the backend must find runs.
         """
         parts = (self.seqs.q, self.seqs.k, self.seqs.v)
         for part, target in zip(parts, self.static, strict=True):
             for row, (seq, position) in enumerate(rows):
                 target[row] = part[seq][0, position].cuda()
         batch = _decode_batch(self.shape, self.seqs, rows)
-        self.backend.plan_for_graph(batch, self.num_rows)
-        self.graph.replay()
+        assert self.backend.plan_for_graph(batch, self.num_rows) == has_runs
+        graph, out = self.graphs[has_runs]
+        graph.replay()
         for row, (seq, position) in enumerate(rows):
             outputs, _ = reference(self.shape, self.seqs, seq, position, position + 1)
-            actual = self.out[row].double().cpu()
+            actual = out[row].double().cpu()
             torch.testing.assert_close(
                 actual, outputs[0, 0], atol=TOLERANCE, rtol=TOLERANCE
             )

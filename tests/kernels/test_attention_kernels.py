@@ -225,27 +225,35 @@ def test_captured_step_can_be_replayed_for_other_batches(window, monkeypatch):
     shape = fp8_shape(layers=(LayerAttention(AttentionKind(window)),) * 2)
     lens = [130, 65, 400, 7]
     seqs = plain.make_sequences(shape, lens)
-    launches = []
     backend = backend_after_prompts(shape, seqs, lens)
     run = interpreter.InterpretedFunction.run
     backend.reserve_graph_buffers(6, 30)
     static = [torch.zeros(6, heads, 64, dtype=torch.float16) for heads in (6, 2, 2)]
     first_batch = plain.make_batch(shape, seqs, last_tokens(lens)[:1])
-    backend.plan_for_graph(first_batch, 6)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            interpreter.InterpretedFunction,
-            "run",
-            lambda *args, **options: launches.append((args, options)),
-        )
-        out = backend.forward(0, *static)
+
+    def capture(captures_runs):
+        launches = []
+        backend.plan_for_graph(first_batch, 6, captures_runs=captures_runs)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                interpreter.InterpretedFunction,
+                "run",
+                lambda *args, **options: launches.append((args, options)),
+            )
+            return launches, backend.forward(0, *static)
+
+    captured = [capture(captures_runs) for captures_runs in (False, True)]
+    assert len(captured[0][0]) < len(captured[1][0])
     all_spans = last_tokens(lens)
     proposals = [(0, token, token + 1) for token in (127, 128, 129)]
     for spans in (all_spans, all_spans[2:], proposals, all_spans[::-1]):
         inputs = plain.rows_of(shape, seqs, 0, spans)
         for rows, target in zip(inputs, static, strict=True):
             target[: len(spans)] = rows
-        backend.plan_for_graph(plain.make_batch(shape, seqs, spans), 6)
+        batch = plain.make_batch(shape, seqs, spans)
+        has_runs = backend.plan_for_graph(batch, 6)
+        assert has_runs == (spans is proposals)
+        launches, out = captured[has_runs]
         for args, options in launches:
             run(*args, **options)
         for span, actual in zip(spans, out, strict=False):

@@ -5,10 +5,13 @@
 The constants of the host are measured once. Ten loads follow: five mixtures of prompts,
 answers and conversations, each at two shares of the rate that replicas can serve. For
 each load, the program predicts the best replicas and the best split, and then runs both
-twice. The recommendation is right if the recommended deployment has the higher mean
-goodput, or if the two deployments tie. They tie if the goodput ranges of their runs
-overlap, or if almost equal shares of their requests are within the SLO. The last line
-of output is JSON.
+twice. Just before each run, it measures the speed of the host again, and repeats the
+prediction for this speed (verify.py).
+
+The recommendation is right if the recommended deployment has the higher mean goodput,
+or if the two deployments tie. They tie if the goodput ranges of their runs overlap, or
+if almost equal shares of their requests are within the SLO. The last line of output is
+JSON.
 """
 
 import argparse
@@ -45,6 +48,7 @@ from benchmarks.advice.servers import (
     running_servers,
 )
 from benchmarks.advice.verify import (
+    MAX_ERROR,
     NUM_RUNS,
     Measured,
     Run,
@@ -200,7 +204,7 @@ def measure_cases(
                     case.workload,
                     load_of_run(case.workload, case.seed, number),
                     case.slo,
-                    constants.probe_s,
+                    constants,
                 )
                 runs.setdefault((case.name, deployment.name), []).append(run)
                 print(f"{case.name}: {_line(prediction, run)}", flush=True)
@@ -214,12 +218,14 @@ def measure_cases(
 
 
 def _line(predicted: Prediction, run: Run) -> str:
+    before = run.predicted
     measured = run.measured
     return (
         f"{predicted.deployment.name}: goodput predicted {predicted.goodput:.3f} "
-        f"({predicted.share:.0%}), measured {measured.goodput:.3f} "
-        f"({measured.share:.0%}); TTFT p50 {predicted.ttft_p50_s * 1e3:.0f}, "
-        f"{measured.ttft_p50_s * 1e3:.0f} ms; ITL {predicted.itl_mean_s * 1e3:.1f}, "
+        f"({predicted.share:.0%}), just before the run {before.goodput:.3f} "
+        f"({before.share:.0%}), measured {measured.goodput:.3f} "
+        f"({measured.share:.0%}); TTFT p50 {before.ttft_p50_s * 1e3:.0f}, "
+        f"{measured.ttft_p50_s * 1e3:.0f} ms; ITL {before.itl_mean_s * 1e3:.1f}, "
         f"{measured.itl_mean_s * 1e3:.1f} ms; host slowdown {run.host_slowdown:.2f}, "
         f"other programs {run.other_processors:.2f} processors"
     )
@@ -248,6 +254,8 @@ def is_tie(results: Sequence[Measured]) -> bool:
 def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
     """Return the figures of accuracy over all cases.
 
+    "within_15_percent" counts the predictions just before the runs,
+    "first_within_15_percent" those with the constants that were measured at the start.
     "repeatable" is the number of deployments whose runs are within 15 % of each other.
     The speed of the host changes between the runs of the other deployments.
 
@@ -270,6 +278,10 @@ def summary(measured: dict[str, list[Measured]]) -> dict[str, Any]:
         "ties": sum(is_tie(results) for results in measured.values()),
         "predictions": len(listed),
         "within_15_percent": sum(result.is_accurate for result in listed),
+        "first_within_15_percent": sum(
+            result.first_error is not None and abs(result.first_error) <= MAX_ERROR
+            for result in listed
+        ),
         "repeatable": len(repeatable),
         "repeatable_within_15_percent": sum(
             result.is_accurate for result in repeatable

@@ -70,7 +70,7 @@ def advise(args: argparse.Namespace) -> int:
             workload,
             args.seed,
             slo,
-            constants.probe_s,
+            constants,
         )
         print_verification(measured)
         document["verification"] = [each.as_dict() for each in measured]
@@ -194,14 +194,15 @@ def _recommendation(
 def print_verification(measured: Sequence[Measured]) -> None:
     """Print predicted and measured goodputs side by side, and the winner."""
     print(
-        "deployment                   predicted/s  measured/s            runs   error"
+        "deployment                   predicted/s  before runs/s  measured/s"
+        "            runs   error"
     )
     for each in measured:
         error = "-" if each.error is None else f"{each.error:+.1%}"
         runs = f"{each.goodputs[0]:.3f} to {each.goodputs[-1]:.3f}"
         print(
-            f"{each.name:28} {each.predicted.goodput:11.3f} {each.goodput:11.3f} "
-            f"{runs:>15} {error:>7}"
+            f"{each.name:28} {each.predicted.goodput:11.3f} "
+            f"{each.predicted_goodput:14.3f} {each.goodput:11.3f} {runs:>15} {error:>7}"
         )
         for run in each.runs:
             if run.num_failed:

@@ -84,6 +84,9 @@ class HostConstants:
         closest number of prefill servers. No correction applies if the constants were
         measured with a different number of servers.
         """
+        correction = self.corrections.get(deployment.arrangement)
+        if correction is not None:
+            return correction.apply(self.times)
         num_servers = deployment.prefills + deployment.decodes
         measured = [
             each

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from operator import itemgetter
@@ -58,6 +58,30 @@ def measured_loops(
         return asyncio.run(_measure_loops(proxy.url, pids, loops))
 
 
+def loops_once_s(url: str, loops: Sequence[ClosedLoop]) -> list[float]:
+    """Run each closed loop once through a proxy, and return the seconds of each.
+
+    Another loop before them warms the servers up.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    return asyncio.run(_run_loops_once(url, loops))
+
+
+async def _run_loops_once(url: str, loops: Sequence[ClosedLoop]) -> list[float]:
+    seeds = _seeds(loops)
+    async with AsyncExitStack() as stack:
+        client = await connect(stack, Endpoint(url, ()))
+        await client.send_loop(loops[0], next(seeds))
+        return [await client.send_loop(loop, next(seeds)) for loop in loops]
+
+
+def _seeds(loops: Sequence[ClosedLoop]) -> Iterator[int]:
+    """Yield the first seeds of loops whose prompts no server has cached."""
+    return itertools.count(int(time.time()) * 1000, max(loop.count for loop in loops))
+
+
 def closed_loops(constants: HostConstants) -> tuple[ClosedLoop, ClosedLoop]:
     """Return a load with long prompts, and one with long answers."""
     scale = max(1, constants.times.step_tokens // USUAL_STEP_TOKENS)
@@ -80,7 +104,7 @@ async def _measure_loops(
 ) -> list[float]:
     """Run closed loops through a proxy, and return the seconds of each."""
     seconds = []
-    seeds = itertools.count(int(time.time()) * 1000, max(loop.count for loop in loops))
+    seeds = _seeds(loops)
     async with AsyncExitStack() as stack:
         client = await connect(stack, Endpoint(url, ()))
         for loop in loops:

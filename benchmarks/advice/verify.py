@@ -4,13 +4,15 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.advice.client import probe_url
+from benchmarks.advice.constants import HostConstants
 from benchmarks.advice.deployments import Deployment
-from benchmarks.advice.predict import Prediction, percentile
+from benchmarks.advice.predict import Prediction, percentile, predict
 from benchmarks.advice.processors import OtherPrograms
+from benchmarks.advice.saturation import closed_loops, correction_of, loops_once_s
 from benchmarks.advice.servers import (
     RunningServers,
     ServerOptions,
@@ -35,6 +37,7 @@ class Run:
     """One real run of a load.
 
     Attributes:
+        predicted: the prediction for the speed that the host had just before the run.
         host_slowdown: duration of the probe after the run, divided by its duration when
             the constants were measured. Above 1, the host has become slower. With a
             split, the probe may include hand-overs of KV, which also lengthen it.
@@ -43,6 +46,7 @@ class Run:
             loop (s).
     """
 
+    predicted: Prediction
     measured: Prediction
     num_failed: int
     host_slowdown: float
@@ -52,6 +56,7 @@ class Run:
     def as_dict(self) -> dict[str, Any]:
         return {
             **prediction_dict(self.measured),
+            "predicted": prediction_dict(self.predicted),
             "failed": self.num_failed,
             "host_slowdown": round(self.host_slowdown, 3),
             "other_processors": round(self.other_processors, 3),
@@ -61,7 +66,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """A prediction, and the real runs of the same deployment with the same load."""
+    """A prediction, and the real runs of the same deployment with the same load.
+
+    Attributes:
+        predicted: the prediction for the speed that the host had when its constants
+            were measured. The recommendation is based on it.
+    """
 
     predicted: Prediction
     runs: tuple[Run, ...]
@@ -86,17 +96,30 @@ class Measured:
         return statistics.mean(run.measured.share for run in self.runs)
 
     @property
+    def predicted_goodput(self) -> float:
+        """The mean of the goodputs that were predicted just before the runs."""
+        return statistics.mean(run.predicted.goodput for run in self.runs)
+
+    @property
     def error(self) -> float | None:
-        """The relative error of the predicted goodput. None if the measured goodput is
-        0, but the predicted goodput is not.
+        """The relative error of `predicted_goodput`. None if the measured goodput is 0,
+        but the predicted goodput is not.
         """
+        return self._error_of(self.predicted_goodput)
+
+    @property
+    def first_error(self) -> float | None:
+        """Like `error`, for the goodput of `predicted`."""
+        return self._error_of(self.predicted.goodput)
+
+    def _error_of(self, goodput: float) -> float | None:
         if not self.goodput:
-            return None if self.predicted.goodput else 0.0
-        return self.predicted.goodput / self.goodput - 1
+            return None if goodput else 0.0
+        return goodput / self.goodput - 1
 
     @property
     def is_accurate(self) -> bool:
-        """Whether the predicted goodput is within MAX_ERROR of the measured one."""
+        """Whether `predicted_goodput` is within MAX_ERROR of the measured goodput."""
         return self.error is not None and abs(self.error) <= MAX_ERROR
 
     @property
@@ -118,6 +141,7 @@ class Measured:
         return {
             "deployment": self.name,
             "predicted": prediction_dict(self.predicted),
+            "predicted_before_runs_requests_per_s": round(self.predicted_goodput, 4),
             "goodput_requests_per_s": round(self.goodput, 4),
             "error": None if self.error is None else round(self.error, 4),
             "runs": [run.as_dict() for run in self.runs],
@@ -154,18 +178,20 @@ def run_deployment(
     workload: Workload,
     load: LoadOptions,
     slo: Slo,
-    probe_s: float,
+    constants: HostConstants,
 ) -> Run:
     """Start a proxy in front of running servers, and send the load through it.
 
-    Args:
-        probe_s: seconds of the probe when the constants were measured.
+    The speed of a host changes within minutes, even if no other program runs. The run
+    therefore begins with the closed loops of the calibration (saturation.py). The load
+    is then predicted with the factors that these loops give.
 
     Raises:
-        BenchError: the proxy was not ready, or a warm-up request failed.
+        BenchError: the proxy was not ready, or a request of the closed loops failed.
     """
+    loops = closed_loops(constants)
     with running_proxy(servers, deployment) as proxy:
-        asyncio.run(probe_url(proxy.url))
+        loops_s = loops_once_s(proxy.url, loops)
         side = Side(deployment.name, (proxy.url,))
         others = OtherPrograms([*servers.pids, proxy.pid])
         result = asyncio.run(run_load([side], workload, load))
@@ -184,10 +210,13 @@ def run_deployment(
         ttft_p99_s=percentile(ttfts_s, 0.99),
         itl_mean_s=statistics.mean([t.mean_itl_s for t in succeeded] or [0.0]),
     )
+    correction = correction_of(constants, deployment, loops, loops_s)
+    corrected = replace(constants, corrections={deployment.arrangement: correction})
     return Run(
+        predicted=predict(corrected, deployment, workload, slo),
         measured=measured,
         num_failed=len(timelines) - len(succeeded),
-        host_slowdown=probe_after_s / probe_s,
+        host_slowdown=probe_after_s / constants.probe_s,
         other_processors=other_processors,
         loop_lag_p99_s=percentile(sorted(result.loop_lags_s) or [0.0], 0.99),
     )
@@ -199,7 +228,7 @@ def verify(
     workload: Workload,
     seed: int,
     slo: Slo,
-    probe_s: float,
+    constants: HostConstants,
 ) -> list[Measured]:
     """Run the predicted deployments one after the other, with new servers for each.
 
@@ -223,7 +252,7 @@ def verify(
                     workload,
                     load_of_run(workload, seed, number),
                     slo,
-                    probe_s,
+                    constants,
                 )
                 for number in range(NUM_RUNS)
             ]

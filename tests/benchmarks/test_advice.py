@@ -314,14 +314,32 @@ def test_prediction_reports_which_share_of_the_limits_is_needed():
 
 
 def measured(prefills: int, predicted: float, *actual: float) -> Measured:
-    runs = [Run(prediction("p", prefills, each), 0, 1.0, 0.0, 0.0) for each in actual]
-    return Measured(prediction("p", prefills, predicted), tuple(runs))
+    expected = prediction("p", prefills, predicted)
+    runs = [
+        Run(expected, prediction("p", prefills, each), 0, 1.0, 0.0, 0.0)
+        for each in actual
+    ]
+    return Measured(expected, tuple(runs))
 
 
 def test_error_of_a_prediction_is_that_of_the_mean_of_the_runs():
     assert measured(0, 1.1, 0.9, 1.1).error == pytest.approx(0.1)
     assert measured(0, 1.0, 0.0, 0.0).error is None
     assert measured(0, 0.0, 0.0, 0.0).error == 0.0
+
+
+def test_error_is_that_of_the_predictions_just_before_the_runs():
+    result = measured(0, 2.0, 1.0, 1.0)
+    runs = [
+        replace(run, predicted=run.predicted._replace(goodput=goodput))
+        for run, goodput in zip(result.runs, (1.0, 1.2), strict=True)
+    ]
+    result = replace(result, runs=tuple(runs))
+    assert result.error == pytest.approx(0.1)
+    assert result.first_error == pytest.approx(1.0)
+    counts = summary({"case": [result, measured(1, 1.0, 0.9, 0.9)]})
+    assert counts["within_15_percent"] == 2
+    assert counts["first_within_15_percent"] == 1
 
 
 def test_deployments_tie_if_the_ranges_of_their_runs_overlap():

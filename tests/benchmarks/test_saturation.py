@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.advice.client import ClosedLoop
 from benchmarks.advice.constants import Correction
-from benchmarks.advice.deployments import arrangements, deployments
+from benchmarks.advice.deployments import arrangements, deployments, split
 from benchmarks.advice.predict import predict
 from benchmarks.advice.saturation import (
     closed_loops,
@@ -119,3 +119,7 @@ def test_split_that_was_not_measured_gets_the_correction_of_a_similar_one():
         nearest = {0: 2.0, 1: 3.0, 2: 3.0, 3: 0.5, 4: 0.5, 5: 0.5, 6: 4.0, 7: 4.0}
         assert factor == pytest.approx(nearest[deployment.prefills])
     assert host.times_of(REPLICAS) == BUSY_HOST.times  # four servers, not eight
+    # A correction of exactly this split has precedence.
+    host = replace(host, corrections={**corrections, "3P5D": Correction(9.0)})
+    times = host.times_of(split(3, 5, "always"))
+    assert times.token_s == pytest.approx(9.0 * TIMES.token_s)

@@ -82,6 +82,7 @@ def test_advice_is_verified_with_real_servers(tiny_model: Path, tmp_path: Path):
         for run in each["runs"]:
             assert (run["slo_share"], run["failed"]) == (1.0, 0)
             assert run["host_slowdown"] > 0
+            assert run["predicted"]["slo_share"] == 1.0
     # The saved constants give the same advice without servers.
     argv = ["--constants", "host.json", "--trace", str(trace), "--servers", "2"]
     argv += ["--model", str(tiny_model), "--slo", "ttft=20,itl=5", "--device", "cpu"]

@@ -137,10 +137,10 @@ class DecodeGraphs:
         started_s = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            self._capture_size(size, pool, captures_runs=False)
+            output = self._capture_size(size, pool)
             # A run has at least two rows.
             if size > 1 and self._backend.finds_runs:
-                self._capture_size(size, pool, captures_runs=True)
+                self._capture_size(size, pool, for_runs=output)
         torch.cuda.synchronize()
         logger.info(
             "captured %d decode graphs in %.1f s",
@@ -148,14 +148,23 @@ class DecodeGraphs:
             time.perf_counter() - started_s,
         )
 
-    def _capture_size(self, size: int, pool: Any, *, captures_runs: bool) -> None:
-        """Captures one graph; see `AttentionBackend.plan_for_graph`."""
+    def _capture_size(
+        self, size: int, pool: Any, *, for_runs: LogitsOutput | None = None
+    ) -> LogitsOutput:
+        """Captures one graph, and returns its output.
+
+        Args:
+            for_runs: captures the graph that also launches the kernels for runs, see
+                `AttentionBackend.plan_for_graph`. It writes to this output of the
+                other graph, because every graph keeps the memory of its own output.
+        """
+        captures_runs = for_runs is not None
         self._backend.plan_for_graph(
             _null_batch(self._backend.num_groups), size, captures_runs=captures_runs
         )
         # Run once before the capture, because handles and kernels cannot be created
         # during a capture.
-        self._step(size)
+        self._step(size, for_runs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of this process (NCCL's watchdog) may use CUDA
@@ -166,9 +175,16 @@ class DecodeGraphs:
             stream=torch.cuda.current_stream(),
             capture_error_mode="thread_local",
         ):
-            self._graphs[size, captures_runs] = (graph, self._step(size))
+            output = self._step(size, for_runs)
+        self._graphs[size, captures_runs] = (graph, output)
+        return output
 
-    def _step(self, num_rows: int) -> LogitsOutput:
+    def _step(self, num_rows: int, output: LogitsOutput | None = None) -> LogitsOutput:
+        """Runs a step of `num_rows` rows with the inputs in the buffers.
+
+        Args:
+            output: where to write the logits; None: to a new tensor.
+        """
         with _fastest_blas(num_rows):
             token_ids = self._last_drawn.resolve(self._complements[:num_rows])
             capture = self._capture and self._capture.first_rows(num_rows)
@@ -176,6 +192,8 @@ class DecodeGraphs:
                 token_ids, self._positions[:num_rows], self._backend, capture=capture
             )
             logits = self._model.raw_logits(hidden)
+            if output is not None:
+                logits = output.raw_logits.copy_(logits)
             greedy_ids = greedy(logits, self._last_drawn.token_ids[:num_rows])
         return LogitsOutput(logits, greedy_ids, states=capture and capture.out)
 

@@ -293,8 +293,7 @@ async def _measure_handoff(
         work_s -= await measurements.request_work_s(single, 2)
         step_s = 0.0
         if times.shares_processors:
-            step_s = await measurements.engine_work_s(pair)
-            step_s = max(step_s - times.step_s - times.sequence_s, 0.0)
+            step_s = await measurements.handoff_step_s(pair)
     (ttft_s, gap_s), (_, long_gap_s) = delays
     sent_token_s = max(long_gap_s - gap_s, 0.0) / (lengths[1] - lengths[0])
     # The simulation adds `step_s` to a step, so the transfer must not contain it.

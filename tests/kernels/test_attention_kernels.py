@@ -56,6 +56,9 @@ def _no_gpu():
         for name in ("Event", "current_stream"):
             patch.setattr(torch.cuda, name, MagicMock())
         yield
+    # Later tests of this process must not see modules that imported the mock.
+    for name in ("flashinfer_backend", "flashinfer_mla"):
+        sys.modules.pop(f"attention.{name}", None)
 
 
 def fp8_shape(**sizes):

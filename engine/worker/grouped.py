@@ -80,7 +80,7 @@ class GroupedBackend(AttentionBackend):
 
     @property
     def finds_runs(self) -> bool:
-        return self._backends[0].finds_runs
+        return any(backend.finds_runs for backend in self._backends)
 
     def plan_for_graph(
         self, batch: AttentionBatch, num_rows: int, *, captures_runs: bool = False

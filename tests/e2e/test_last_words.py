@@ -21,7 +21,12 @@ from tests.rigs.programs import BATON, child_pid, launched
             "prefill-0 ended: killed by SIGKILL, its last line: ",
             "prefill",
         ),
-        (["proxy"], "proxy ended: killed by SIGKILL, its last line: ", "proxy"),
+        pytest.param(
+            ["proxy"],
+            "proxy ended: killed by SIGKILL, its last line: ",
+            "proxy",
+            marks=pytest.mark.slow,
+        ),
         (
             ["prefill_server", "--rank 1"],
             "engine process prefill.1: killed by SIGKILL",

@@ -174,10 +174,6 @@ class PieceDecode:
 
     `run` accepts the arguments that Baton passes to FlashInfer's wrappers.
 
-    Attributes:
-        has_runs: Whether the planned step has runs of several rows, or is captured for
-            steps that have. If not, `run` does not launch the kernel for runs.
-
     Args:
         heads: Number of query heads, number of KV heads, elements of one head.
         block_size: Tokens of a block.
@@ -189,6 +185,10 @@ class PieceDecode:
         captured: The buffers with the pages and plans of steps that run as CUDA graphs;
             None: steps do not run as graphs.
         num_seqs: Number of sequences of a captured step; only used with `captured`.
+
+    Attributes:
+        has_runs: Whether the planned step has runs of several rows, or is captured for
+            steps that have. If not, `run` does not launch the kernel for runs.
     """
 
     def __init__(

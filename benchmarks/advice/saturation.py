@@ -78,7 +78,7 @@ async def _run_loops_once(url: str, loops: Sequence[ClosedLoop]) -> list[float]:
 
 
 def _seeds(loops: Sequence[ClosedLoop]) -> Iterator[int]:
-    """Yield the first seeds of loops whose prompts no server has cached."""
+    """Yield a seed for each loop. No two loops have an equal prompt."""
     return itertools.count(int(time.time()) * 1000, max(loop.count for loop in loops))
 
 
